@@ -19,8 +19,8 @@ from typing import Any
 import psutil
 import torch
 
-from mcore_rl.megatron.patches.found import megatron_version
 from mcore_rl.metrics.attempts import cpu_name
+from mcore_rl.storage.checkpoint import megatron_version
 
 CONTENDED = 1.3
 """Contention above which a row is never quoted."""

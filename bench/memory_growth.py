@@ -23,7 +23,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from bench.digits import SIZES
 from bench.rl_folder import program, write_tokenizer
-from mcore_rl.megatron.patches.found import megatron_version
+from mcore_rl.storage.checkpoint import megatron_version
 
 RESULTS = Path(__file__).parent / "results" / "memory_growth.json"
 EVERY = 100

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TypeVar
 
-from mcore_rl.config.changes import kind_of_config
+from mcore_rl.config.kinds import kind_of_config
 from mcore_rl.config.run import RunConfig
 from mcore_rl.storage.checkpoint import Marker, write_marker
 

@@ -25,7 +25,7 @@ from mcore_rl.data.answer_ends import token_name
 from mcore_rl.data.chat import Message
 from mcore_rl.data.documents import DocumentFormat, find_input_files, format_of_endings
 from mcore_rl.data.examples import conversation_of
-from mcore_rl.data.indexed import NO_TOKEN, build_datasets, plan_data
+from mcore_rl.data.megatron.indexed import NO_TOKEN, build_datasets, plan_data
 from mcore_rl.data.preferences import TIE, comparison_of
 from mcore_rl.data.preprocess import PreprocessOptions, preprocess
 from mcore_rl.data.records import Record, is_table, read_records

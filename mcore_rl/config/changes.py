@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from mcore_rl.config.kinds import KINDS
 from mcore_rl.config.section import Section
 from mcore_rl.config.toml import toml_value
 
@@ -84,11 +83,6 @@ def listing(changes: Sequence[ConfigChange]) -> tuple[str, str]:
     """Return the changes as lines of an error message, and their keys as a value for `checkpoint.allow_changes`."""
     keys = dict.fromkeys(change.key for change in changes)  # files of one field may have changed
     return "\n".join(f"- {change}" for change in changes), toml_value([*keys])
-
-
-def kind_of_config(config: Section) -> str:
-    """Return the name in KINDS of a config, such as "pretrain"."""
-    return next(kind for kind, cls in KINDS.items() if type(config) is cls)
 
 
 def config_changes(before: Mapping[str, Any], now: Section, prefix: str = "") -> list[ConfigChange]:

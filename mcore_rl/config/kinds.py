@@ -49,3 +49,8 @@ def kind_of_name(name: str) -> str | None:
     word = name.replace("_", ".").replace("-", ".").partition(".")[0]
     word = OTHER_NAMES.get(word, word)
     return word if word in KINDS else None
+
+
+def kind_of_config(config: Section) -> str:
+    """Return the name in KINDS of a config, such as "pretrain"."""
+    return next(kind for kind, cls in KINDS.items() if type(config) is cls)

@@ -1,19 +1,19 @@
 """Read a frozen config from TOML files and `a.b=c` on the command line, and write it back as TOML."""
 
 import difflib
+import importlib
 import json
 import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType, NoneType
+from types import MappingProxyType, ModuleType, NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 
 from mcore_rl.config.describe import FieldDoc, describe, describe_sections, sections_of
-from mcore_rl.config.kinds import KINDS, NO_REPLAY, READERS, kind_of_name
 from mcore_rl.config.other_names import VALUE_NOTES, argument_named, equivalent_named, refuse_foreign_config
 from mcore_rl.config.recipes import config_file, extended_file
 from mcore_rl.config.section import Section, alternatives, kinds_of, variant_of
@@ -122,12 +122,15 @@ def kind_of(path: Path, overrides: Sequence[str] = (), among: Sequence[str] = ()
     Raises:
         ConfigError: If neither the fields nor the name decide.
     """
+    kinds = _kinds()
     tables = [table for _, table in _tables(config_file(path), ())]
     for _, table in _override_tables({}, overrides):
         tables.append(table)
-    num_unknown = {kind: len(_unknown_keys(cls, tables)) for kind, cls in KINDS.items() if kind in (among or KINDS)}
+    num_unknown = {
+        kind: len(_unknown_keys(cls, tables)) for kind, cls in kinds.KINDS.items() if kind in (among or kinds.KINDS)
+    }
     fitting = [kind for kind, count in num_unknown.items() if count == min(num_unknown.values())]
-    named = kind_of_name(path.name)
+    named = kinds.kind_of_name(path.name)
     if len(fitting) == 1 or named in fitting:
         return fitting[0] if len(fitting) == 1 else str(named)
     if among:
@@ -183,6 +186,11 @@ def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError(f"Config file {path}{origin} is not valid TOML: {error}.") from None
 
 
+def _kinds() -> ModuleType:
+    """Import the kinds of configs: making all their classes takes time, and a section of a run needs none of them."""
+    return importlib.import_module("mcore_rl.config.kinds")
+
+
 def _unknown_keys(cls: type[Section], tables: Sequence[dict[str, Any]]) -> list[str]:
     """Return the keys in `tables` that are not fields of `cls`."""
     fields = {doc.key for doc in describe(cls)}
@@ -193,12 +201,16 @@ def _unknown_keys(cls: type[Section], tables: Sequence[dict[str, Any]]) -> list[
 def _refuse_other_kind(cls: type[Section], path: Path, tables: Sequence[dict[str, Any]]) -> None:
     """Raise a ConfigError if the file sets keys that `cls` lacks but another kind of config has all of its keys."""
     unknown = _unknown_keys(cls, tables)
-    own = next((kind for kind, other in KINDS.items() if other is cls), None)
-    fitting = [kind for kind, other in KINDS.items() if not _unknown_keys(other, tables)]
-    if unknown and own and fitting:
+    if not unknown:
+        return
+    kinds = _kinds()
+    own = next((kind for kind, other in kinds.KINDS.items() if other is cls), None)
+    fitting = [kind for kind, other in kinds.KINDS.items() if not _unknown_keys(other, tables)]
+    if own and fitting:
         shown = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
         raise ConfigError(
-            f"{path} is a config of {fitting[0]}, not of {own}: it sets {shown}. Give it to {READERS[fitting[0]]}."
+            f"{path} is a config of {fitting[0]}, not of {own}: it sets {shown}. Give it to "
+            f"{kinds.READERS[fitting[0]]}."
         )
 
 
@@ -305,11 +317,12 @@ def _not_a_field(cls: type[Section], setting: Setting) -> str:
         example = sections[key][0].key if sections[key] else f"{key}.<field>"
         shown = f"{key} = {_shown(setting.value)} {setting.source}"
         return f"{shown}: {key} is a section; set its fields, as {example}."
-    own = next((kind for kind, other in KINDS.items() if other is cls), "")
-    if key.partition(".")[0] == "replay" and own in NO_REPLAY:
+    kinds = _kinds()
+    own = next((kind for kind, other in kinds.KINDS.items() if other is cls), "")
+    if key.partition(".")[0] == "replay" and own in kinds.NO_REPLAY:
         return (
-            f"{key} = {_shown(setting.value)} {setting.source}: routing replay is of {READERS['rl']}. "
-            f"{READERS[own]} has none: {NO_REPLAY[own]} Leave it out."
+            f"{key} = {_shown(setting.value)} {setting.source}: routing replay is of {kinds.READERS['rl']}. "
+            f"{kinds.READERS[own]} has none: {kinds.NO_REPLAY[own]} Leave it out."
         )
     fields = [doc.key for doc in describe(cls)]
     argument = argument_named(key)

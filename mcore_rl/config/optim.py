@@ -60,6 +60,20 @@ class LoraConfig(Section):
         return self.rank is not None
 
 
+PLACES: dict[str, Target] = {
+    ".self_attention.": "attention",
+    ".mlp.shared_experts.": "shared_experts",
+    ".mlp.experts.": "experts",
+    ".mlp.": "mlp",
+}
+"""Substring of a layer's name -> the kind of module that it is in; more specific substrings come first."""
+
+
+def target_of(name: str) -> Target | None:
+    """Return the kind of module that a parameter or layer of this name is in; None if adapters do not apply to it."""
+    return next((target for part, target in PLACES.items() if part in name), None)
+
+
 def present(model: ModelConfig) -> tuple[Target, ...]:
     """Return the kinds of modules that the model's layers contain."""
     has: dict[Target, bool] = {

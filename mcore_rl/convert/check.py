@@ -34,8 +34,10 @@ from mcore_rl.families.weight_map import (
     whole,
 )
 from mcore_rl.metrics.progress import ByteProgress, readable_bytes
+from mcore_rl.storage.archives import FileRange, check_part
 from mcore_rl.storage.checkpoint import (
     COMMON,
+    CRITIC,
     FORMAT_FILE,
     MANIFEST,
     MARKER,
@@ -44,11 +46,10 @@ from mcore_rl.storage.checkpoint import (
     length_fault,
     read_marker,
 )
-from mcore_rl.storage.checkpoints.read import CRITIC, check_part
 from mcore_rl.storage.checksums import as_hex, crc32_of
 from mcore_rl.storage.files import with_ending
 from mcore_rl.storage.folders import is_hf, read_json
-from mcore_rl.storage.foreign import FileRange, load_metadata
+from mcore_rl.storage.foreign import load_metadata
 
 NOT_READ = "names, shapes and sizes; the tensors are not read (mcore-rl check compares them with their checksums)"
 """The entry `checked`, so that a list of tensors is not mistaken for a check of their values."""

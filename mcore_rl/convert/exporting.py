@@ -69,7 +69,7 @@ from mcore_rl.families.shells import TEXT, shell_of
 from mcore_rl.families.weight_map import AxisRange, copies_into_hf, listed, sizes
 from mcore_rl.metrics.loggers import optional_package
 from mcore_rl.metrics.progress import readable_bytes
-from mcore_rl.model.heads import SCORE_SHIFT
+from mcore_rl.storage.checkpoint import SCORE_SHIFT
 from mcore_rl.storage.checksums import as_hex
 from mcore_rl.storage.files import sizes_and_times
 from mcore_rl.storage.folders import read_config

@@ -1,28 +1,19 @@
 """Import: convert a Hugging Face folder to a Megatron checkpoint. Relayout: convert a checkpoint to other keys."""
 
+import importlib
 import io
 import json
 import pickle
 import shutil
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.convert.copying.conversion import (
@@ -71,27 +62,33 @@ from mcore_rl.families.weight_map import (
     sizes,
     whole,
 )
-from mcore_rl.megatron.mesh import Mesh
-from mcore_rl.megatron.patches.found import megatron_version
+from mcore_rl.storage.archives import FileRange, recorded_crc32
 from mcore_rl.storage.checkpoint import (
     COMMON,
+    EXTRA_STATE,
     FORMAT_FILE,
     MARKER,
     METADATA,
     Marker,
     checkpoints_in,
+    megatron_version,
     name_latest,
     path_of_step,
     step_of,
     write_marker,
 )
-from mcore_rl.storage.checkpoints.megatron_lm import hybrid_args, model_args
-from mcore_rl.storage.checkpoints.read import EXTRA_STATE
-from mcore_rl.storage.checkpoints.write import FORMAT, common_state
 from mcore_rl.storage.files import flush_to_disk, sizes_and_times
-from mcore_rl.storage.foreign import FileRange, load_metadata, load_saved, recorded_crc32
+from mcore_rl.storage.foreign import TORCHS, load_metadata, load_saved
+from mcore_rl.storage.megatron_lm import common_state, hybrid_args, model_args
 
 ONE_RANK = {"tp": 1, "pp": 1, "cp": 1, "dp": 1, "ep": 1, "etp": 1, "vpp": 1}
+FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+"""Contents of FORMAT_FILE, as Megatron writes them."""
 OBJECTS = "__objects_0.distcp"
 """File of the objects that are not tensors."""
 
@@ -132,37 +129,43 @@ def write_metadata(folder: Path, done: Sequence[RecordedTask], objects: Mapping[
         done: All tasks with their records.
         objects: Objects that are not tensors, as written by torch.save, by key; they go into a separate file.
     """
-    chunks: dict[str, list[ChunkStorageMetadata]] = {}
+    # Imported last: it takes a second, in which the first bytes are copied.
+    filesystem, torchs = (importlib.import_module(f"{TORCHS}.{name}") for name in ("filesystem", "metadata"))
+    chunks: dict[str, list[Any]] = {}
     entries: dict[str, Any] = {}
-    storage: dict[MetadataIndex, _StorageInfo] = {}
+    storage: dict[Any, Any] = {}
     for task, records in done:
         for chunk, record in zip(task.chunks, records, strict=True):
             target = chunk.target
             offset = torch.Size([axis.start for axis in chunk.where])
-            chunks.setdefault(target.name, []).append(ChunkStorageMetadata(offset, torch.Size(sizes(chunk.where))))
+            chunks.setdefault(target.name, []).append(
+                torchs.ChunkStorageMetadata(offset, torch.Size(sizes(chunk.where)))
+            )
             entries[target.name] = target
-            storage[MetadataIndex(target.name, offset)] = _StorageInfo(
+            storage[torchs.MetadataIndex(target.name, offset)] = filesystem._StorageInfo(
                 task.file, record.written.offset, record.written.length
             )
     state: dict[str, Any] = {
-        key: TensorStorageMetadata(TensorProperties(dtype=target.dtype), torch.Size(target.shape), chunks[key])
+        key: torchs.TensorStorageMetadata(
+            torchs.TensorProperties(dtype=target.dtype), torch.Size(target.shape), chunks[key]
+        )
         for key, target in entries.items()
     }
     if objects:
         with (folder / OBJECTS).open("wb") as file:
             for key, data in objects.items():
-                state[key] = BytesStorageMetadata()
-                storage[MetadataIndex(key)] = _StorageInfo(OBJECTS, file.tell(), len(data))
+                state[key] = torchs.BytesStorageMetadata()
+                storage[torchs.MetadataIndex(key)] = filesystem._StorageInfo(OBJECTS, file.tell(), len(data))
                 file.write(data)
         flush_to_disk(folder / OBJECTS)
     with (folder / METADATA).open("wb") as file:
-        pickle.dump(Metadata(state_dict_metadata=state, planner_data=None, storage_data=storage), file)
+        pickle.dump(torchs.Metadata(state_dict_metadata=state, planner_data=None, storage_data=storage), file)
     flush_to_disk(folder / METADATA)
 
 
 def write_format(folder: Path) -> None:
     """Write `metadata.json`, by which Megatron knows the format."""
-    (folder / FORMAT_FILE).write_text(json.dumps(asdict(FORMAT)), encoding="utf-8")
+    (folder / FORMAT_FILE).write_text(json.dumps(FORMAT), encoding="utf-8")
 
 
 def write_common(folder: Path, common: dict[str, Any]) -> None:
@@ -175,10 +178,7 @@ def write_common(folder: Path, common: dict[str, Any]) -> None:
 
 def single_rank_common(model: ModelConfig, step: int, layout: KeyLayout) -> dict[str, Any]:
     """Return the common state that a run of one rank would write."""
-    # common_state asks the mesh for sizes only, which need no process group.
-    axis = SimpleNamespace(size=1)
-    mesh = cast(Mesh, SimpleNamespace(tp=axis, pp=axis, dp=axis, world=axis))
-    common = common_state(model, mesh, step, {})
+    common = common_state(model, ONE_RANK, 1, step, {})
     if layout.layers == "hybrid":
         vars(common["args"]).update(hybrid_args(model))
     return common

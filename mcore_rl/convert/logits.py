@@ -41,7 +41,7 @@ from mcore_rl.megatron.mesh import build_mesh, destroy_mesh, seed_ranks
 from mcore_rl.megatron.platform import start
 from mcore_rl.metrics.progress import ByteProgress
 from mcore_rl.model.build import LocalShard, build_uninitialized, local_shards, unwrap
-from mcore_rl.model.heads import SCORE_SHIFT
+from mcore_rl.storage.checkpoint import SCORE_SHIFT
 from mcore_rl.storage.folders import is_hf
 
 NUM_SEQUENCES, SEQUENCE_LENGTH = 2, 32

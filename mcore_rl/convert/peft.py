@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.optim import LoraConfig
+from mcore_rl.config.optim import LoraConfig, target_of
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings
 from mcore_rl.convert.copying.tensors import OUTPUT_DTYPES, OutputDtype, TargetTensor, is_finite, tasks_of
 from mcore_rl.convert.exporting import as_json, finish_folder
@@ -26,7 +26,6 @@ from mcore_rl.errors import CheckpointError
 from mcore_rl.families import family_of, weight_map
 from mcore_rl.families.rules import packed_rows
 from mcore_rl.families.weight_map import AxisRange, Copies, Region, RegionCopy, WeightBlock, WeightMap, listed
-from mcore_rl.model.adapters import target_of
 from mcore_rl.storage.folders import read_json
 
 AdapterLayout = Literal["each", "fused"]

@@ -23,8 +23,16 @@ from rich.console import Console
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.data.documents import DocumentFormat, InputFile, find_input_files
 from mcore_rl.data.index_file import Sidecar, SourceFile, sidecar_from
+from mcore_rl.data.megatron.shards import (
+    Shard,
+    ShardReport,
+    finished_shards,
+    merge_shards,
+    plan_shards,
+    token_dtype,
+    tokenizing,
+)
 from mcore_rl.data.records import MAX_BAD, refuse_bad_share
-from mcore_rl.data.shards import Shard, ShardReport, finished_shards, merge_shards, plan_shards, token_dtype, tokenizing
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import DataError
 from mcore_rl.metrics.progress import ByteProgress

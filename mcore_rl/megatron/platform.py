@@ -15,8 +15,8 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.megatron import batch_invariant
 from mcore_rl.megatron.compiled import BuildError, build_id, library
 from mcore_rl.megatron.kernels import KERNEL, has_kernel
-from mcore_rl.megatron.patches.found import megatron_version
 from mcore_rl.megatron.patches.table import FOUND  # first: torch and Megatron are patched
+from mcore_rl.storage.checkpoint import megatron_version
 from mcore_rl.workers import flight_recorder
 from mcore_rl.workers.launcher import rank_of_launcher, world_size_of_launcher
 

@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel.layers import (
 from torch import Tensor, nn
 
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.optim import TARGETS, LoraConfig, Target
+from mcore_rl.config.optim import TARGETS, LoraConfig, target_of
 from mcore_rl.families.rules import Rows, packed_rows
 from mcore_rl.model.build import LocalShard, local_shards, unwrap
 from mcore_rl.model.heads import ScoreModel
@@ -35,13 +35,6 @@ from mcore_rl.model.layers.linear import ReplicatedLinear
 
 MTP = "mtp."
 """Name prefix of layers for multi-token prediction, which get no adapters."""
-PLACES: dict[str, Target] = {
-    ".self_attention.": "attention",
-    ".mlp.shared_experts.": "shared_experts",
-    ".mlp.experts.": "experts",
-    ".mlp.": "mlp",
-}
-"""Substring of a layer's name -> the kind of module that it is in; more specific substrings come first."""
 LINEAR = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, StackedLinear)
 
 
@@ -69,11 +62,6 @@ def add_adapters(chunks: Sequence[nn.Module], lora: LoraConfig, model: ModelConf
                     rows = packed_rows(name.rpartition(".")[2], len(module.weight), model)
                     _adapt(module, rows, rank, lora.scale_of(rank))
     _draw(chunks, seed)
-
-
-def target_of(name: str) -> Target | None:
-    """Return the kind of module that a parameter or layer of this name is in; None if adapters do not apply to it."""
-    return next((target for part, target in PLACES.items() if part in name), None)
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from megatron.core.utils import make_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
 
 from mcore_rl.megatron.mesh import layer_groups
+from mcore_rl.storage.checkpoint import SCORE_SHIFT, SCORE_WEIGHT
 
 MTP_INPUTS = (
     "input_ids position_ids attention_mask padding_mask rotary_pos_emb rotary_pos_cos rotary_pos_sin "
@@ -86,10 +87,6 @@ def _with_mtp_losses(
         # the tokens of a microbatch or rank, it would depend on how the batch is split.
         hidden_states = MTPLossAutoScaler.apply(hidden_states, config.mtp_loss_scaling_factor / depth * losses)
     return hidden_states
-
-
-SCORE_WEIGHT, SCORE_SHIFT = "score.weight", "score.shift"
-"""Keys of the head's tensors in checkpoints; a checkpoint without SCORE_WEIGHT has another head."""
 
 
 class ScoreLayer(nn.Module):

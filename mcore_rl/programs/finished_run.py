@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mcore_rl.checks.inputs import contents_of_inputs, inputs_of
-from mcore_rl.config.changes import ConfigChange, config_changes, kind_of_config, listing, with_contents
+from mcore_rl.config.changes import ConfigChange, config_changes, listing, with_contents
+from mcore_rl.config.kinds import kind_of_config
 from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.storage.checkpoint import complete_in, read_marker

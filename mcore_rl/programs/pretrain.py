@@ -8,7 +8,7 @@ from mcore_rl.checks.run import check
 from mcore_rl.config.data import DataConfig
 from mcore_rl.config.run import PretrainConfig, TrainConfig
 from mcore_rl.data.index_file import unigram_entropy
-from mcore_rl.data.indexed import DataPlan, SampleCounts, build_datasets, plan_data
+from mcore_rl.data.megatron.indexed import DataPlan, SampleCounts, build_datasets, plan_data
 from mcore_rl.megatron import platform as platforms
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.programs.open_run import is_done, open_run, run_rank

@@ -7,9 +7,10 @@ is then renamed, so every `iter_*` was complete at some time. A killed run leave
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +24,23 @@ MANIFEST = "manifest.json"
 METADATA, COMMON, FORMAT_FILE = ".metadata", "common.pt", "metadata.json"
 """Torch's index of tensors and files; Megatron's files of the state that is the same on all ranks, and of the format.
 """
+OWN_ENTRY = "mcore_rl"
+"""Entry of the common state that only checkpoints of this program have."""
+EXTRA_STATE = "_extra_state"
+"""Part of the keys of the states that TransformerEngine's layers save with weights (fp8 scales), empty for other
+layers.
+"""
+OPTIMIZER = "optimizer."
+ADAPTER = ".adapter."
+"""Part of the keys of low-rank adapters, which no other tensor has."""
+CRITIC = "critic."
+"""Beginning of the keys of the critic's weights and optimizer state, which a run of PPO saves with the policy's."""
+HYBRID_NORM = "decoder.final_norm.weight"
+"""Key of the last norm of Megatron's HybridModel, which GPTModel has as decoder.final_layernorm.weight."""
+LOGIT_PARTS = ("output_layer.", "mtp.")
+"""Beginnings of the keys of weights that only logits need."""
+SCORE_WEIGHT, SCORE_SHIFT = "score.weight", "score.shift"
+"""Keys of a scalar head's tensors; a checkpoint without SCORE_WEIGHT has another head."""
 OWN_CRC32 = "marker_crc32"
 """Field of the marker with the CRC-32 of its other fields; an earlier version had none."""
 LATEST = "latest_checkpointed_iteration.txt"
@@ -72,6 +90,11 @@ class Marker:
     def total_bytes(self) -> int:
         """Number of bytes of the whole checkpoint."""
         return sum(self.files.values())
+
+
+def megatron_version() -> str:
+    """Return "major.minor" of the installed Megatron-Core."""
+    return ".".join(version("megatron-core").split(".")[:2])
 
 
 def path_of_step(folder: Path, step: int) -> Path:
@@ -174,6 +197,14 @@ def base_of(path: Path, marker: Marker) -> Path | None:
             "its place"
         )
     return base
+
+
+def held_by_base(base: Iterable[str], own: Collection[str]) -> list[str]:
+    """Return which of the keys `base` of a base checkpoint are of weights that a checkpoint with the keys `own` leaves
+    out.
+    """
+    left_out = (OPTIMIZER, CRITIC, *(LOGIT_PARTS if SCORE_WEIGHT in own else ()))
+    return [key for key in base if not key.startswith(left_out) and ADAPTER not in key and key not in own]
 
 
 def others(path: Path) -> str:

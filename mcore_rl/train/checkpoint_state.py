@@ -9,9 +9,9 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
 from mcore_rl.errors import CheckpointError
 from mcore_rl.model.build import settle_weights
-from mcore_rl.storage.checkpoints.read import CRITIC, OWN_ENTRY, StoredCheckpoint, read
+from mcore_rl.storage.checkpoint import CRITIC, OWN_ENTRY
+from mcore_rl.storage.checkpoints.read import StoredCheckpoint, read
 from mcore_rl.storage.checkpoints.write import (
-    common_state,
     describe_mesh,
     put_weights,
     sharding_metadata,
@@ -19,6 +19,7 @@ from mcore_rl.storage.checkpoints.write import (
     weights_state,
     without_absent_extras,
 )
+from mcore_rl.storage.megatron_lm import common_state
 from mcore_rl.train.optimizer import initialize_moments, saved_groups, settle_loaded_step
 from mcore_rl.train.state import Progress, TrainState, random_states, reseed, restore_random_states
 
@@ -35,7 +36,9 @@ def full_state(state: TrainState) -> dict[str, Any]:
     if state.config.checkpoint.weights == "adapters":
         weights = trained_weights(weights)
     ours = {"progress": asdict(state.progress), "device": state.platform.device.type}
-    common = common_state(state.config.model, state.mesh, state.progress.step, ours)
+    common = common_state(
+        state.config.model, describe_mesh(state.mesh), state.mesh.world.size, state.progress.step, ours
+    )
     common["args"].consumed_train_samples = state.progress.consumed_samples
     return (
         weights

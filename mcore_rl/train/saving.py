@@ -11,13 +11,15 @@ from types import MappingProxyType
 
 import torch
 
-from mcore_rl.config.changes import ConfigChange, config_changes, kind_of_config, listing, with_contents
+from mcore_rl.config.changes import ConfigChange, config_changes, listing, with_contents
+from mcore_rl.config.kinds import kind_of_config
 from mcore_rl.errors import CheckpointError, ConfigError, DamagedCheckpointError, TrainingError
 from mcore_rl.megatron.agree import on_every_rank, on_rank_zero, refuse_anywhere, world_max
 from mcore_rl.metrics.attempts_file import NUMERICS
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.model.build import settle_weights
 from mcore_rl.storage.checkpoint import (
+    CRITIC,
     WRITING,
     Marker,
     check,
@@ -31,7 +33,7 @@ from mcore_rl.storage.checkpoint import (
     step_back,
     superseded,
 )
-from mcore_rl.storage.checkpoints.read import CRITIC, StoredCheckpoint, inspect
+from mcore_rl.storage.checkpoints.read import StoredCheckpoint, inspect
 from mcore_rl.storage.checkpoints.write import (
     SavePlan,
     ShardPlanner,

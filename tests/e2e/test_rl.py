@@ -20,7 +20,7 @@ from mcore_rl.planning.training import training_of
 from mcore_rl.report.notices import notices
 from mcore_rl.report.runs import read_run
 from mcore_rl.report.summary import numbers
-from mcore_rl.storage.checkpoints.read import OWN_ENTRY
+from mcore_rl.storage.checkpoint import OWN_ENTRY
 from mcore_rl.storage.files import NOT_WRITER
 from tests.e2e.conftest import RL_CONFIG
 from tests.emitted import assert_emitted

@@ -23,7 +23,7 @@ from mcore_rl.megatron.platform import start
 from mcore_rl.model.build import copy_in
 from mcore_rl.model.hf_stream import WeightStream
 from mcore_rl.rl.rollouts.rollout import sample_seed
-from mcore_rl.storage.checkpoints.read import find_checkpoint
+from mcore_rl.storage.checkpoint import find_checkpoint
 from tests.conversion import read_dist
 from tests.e2e.test_resume import running, wait_for_step
 from tests.e2e.test_rl import COMPUTED, computed

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.storage.checkpoints.read import find_checkpoint
+from mcore_rl.storage.checkpoint import find_checkpoint
 from tests.conversion import assert_adapters_alone_moved, read_dist
 from tests.e2e.conftest import Finished, losses
 from tests.emitted import assert_emitted

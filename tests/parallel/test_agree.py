@@ -20,7 +20,7 @@ from mcore_rl.config.data import DataConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.data.batch import BatchSource
-from mcore_rl.data.indexed import SampleCounts, build_datasets, plan_data
+from mcore_rl.data.megatron.indexed import SampleCounts, build_datasets, plan_data
 from mcore_rl.errors import CheckpointError, DataError
 from mcore_rl.megatron.agree import on_every_rank, on_rank_zero, world_max, world_union
 from mcore_rl.megatron.mesh import build_mesh, destroy_mesh

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.storage.checksums import crc32_of
@@ -74,7 +75,7 @@ def in_the_common_state(path: Path, program: Program) -> str:
 
 def replace_entry(path: Path, key: str, data: bytes) -> Path:
     """Append `data` to the file that holds the part `key`, and make `.metadata` name these bytes instead."""
-    stored = load_metadata(path)
+    stored = FileSystemReader(path).read_metadata()
     index, info = next((index, info) for index, info in stored.storage_data.items() if index.fqn == key)
     file = path / info.relative_path
     stored.storage_data[index] = replace(info, offset=file.stat().st_size, length=len(data))

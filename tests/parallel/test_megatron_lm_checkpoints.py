@@ -16,8 +16,8 @@ from mcore_rl.convert.megatron.folder import open_dist
 from mcore_rl.convert.megatron.model import KeyLayout
 from mcore_rl.errors import CheckpointError
 from mcore_rl.model.build import unwrap
-from mcore_rl.storage.checkpoints.megatron_lm import model_args
 from mcore_rl.storage.checkpoints.write import load_weights, sharding_metadata
+from mcore_rl.storage.megatron_lm import model_args
 from mcore_rl.train.checkpoint_state import full_state
 from tests.conversion import ONE_FILE, assert_same, differing, exported, imported, quiet, read_hf, saved
 from tests.hf_models import oracle

@@ -31,13 +31,12 @@ from mcore_rl.megatron import platform as platforms
 from mcore_rl.megatron.mesh import build_mesh, destroy_mesh, seed_ranks
 from mcore_rl.metrics.jsonl import read_records
 from mcore_rl.model.build import build_model
-from mcore_rl.model.heads import SCORE_SHIFT, SCORE_WEIGHT
 from mcore_rl.programs import dpo, rm
 from mcore_rl.programs.rl import teacher_source
 from mcore_rl.rl.engines.native.engine import evaluating
 from mcore_rl.rl.frozen_model import FrozenModel
 from mcore_rl.rl.rewards.from_model import RewardModels, load_reward_models
-from mcore_rl.storage.checkpoints.read import find_checkpoint
+from mcore_rl.storage.checkpoint import SCORE_SHIFT, SCORE_WEIGHT, find_checkpoint
 from mcore_rl.storage.checkpoints.write import load_weights, save_weights
 from mcore_rl.train.preferences import PreferenceTrainer
 from mcore_rl.train.reward_model import RewardModelTrainer

@@ -16,6 +16,7 @@ FLOORS = (
     ("planning",),
     ("launch", "workers"),
     ("storage.foreign",),
+    ("storage.megatron_lm",),
     ("megatron",),
     ("metrics",),
     ("replay",),
@@ -47,18 +48,7 @@ LIGHT = {
 }
 """Rooms that answer without torch: help pages, login nodes and the report import them."""
 REPORT_READS = {"errors", "storage.files", "config", "planning", "metrics", "report"}
-MEGATRON_ROOMS = {
-    "megatron",
-    "storage.foreign",
-    "replay",
-    "data",
-    "model",
-    "storage.checkpoints",
-    "convert",
-    "train",
-    "rl",
-    "testing",
-}
+MEGATRON_ROOMS = {"megatron", "replay", "data", "model", "storage.checkpoints", "train", "rl", "testing"}
 COMPAT = "mcore_rl.megatron.patches.table"
 FRAGMENTS = {"Of", "What", "That", "See", "So"}
 HEAVY = {"torch", "megatron", "transformers", "numpy", "transformer_engine"}
@@ -302,16 +292,16 @@ RULES: tuple[Callable[[Source], Iterator[str]], ...] = (
 
 
 def patches_come_before_megatron(sources: Sequence[Source]) -> Iterator[str]:
-    """A room that uses Megatron imports the patches first in its `__init__.py`; they import it in functions only."""
-    users = {source.room: source.path for source in sources if _uses_megatron(source)}
+    """A package above a module that uses Megatron imports the patches first; they import it in functions only."""
+    first = {source.module: next(source.imports(), (0, ""))[1] for source in sources if source.path.stem == "__init__"}
+    patched = tuple(f"{package}." for package, name in first.items() if name.startswith(COMPAT))
     for source in sources:
-        at = [index for index, (_, name) in enumerate(source.imports()) if name.startswith(COMPAT)]
         if source.module.startswith(COMPAT.rpartition(".")[0]):
             at_top = (node for node in source.tree.body if isinstance(node, ast.Import | ast.ImportFrom))
             if any(_is_megatron(name) for node in at_top for name in _names(node)):
                 yield f"{source.path}:1: imports Megatron before it is patched"
-        elif source.module == f"mcore_rl.{source.room}" and source.room in users and 0 not in at:
-            yield f"{source.path}:1: {users[source.room]} uses Megatron: import {COMPAT} here, first"
+        elif _uses_megatron(source) and not source.module.startswith(patched):
+            yield f"{source.path}:1: uses Megatron: import {COMPAT} first in the __init__.py of a package above it"
 
 
 def light_packages_stay_light(sources: Sequence[Source]) -> Iterator[str]:

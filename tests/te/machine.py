@@ -23,7 +23,7 @@ MACHINE = _find()
 found.find_packages = lambda: MACHINE
 
 from mcore_rl.megatron.patches import table  # noqa: E402  # it asks what is found
-from mcore_rl.megatron.patches.found import megatron_version  # noqa: E402
+from mcore_rl.storage.checkpoint import megatron_version  # noqa: E402
 
 for patch in table.patches_for(megatron_version(), has_cuda=False, has_te=False, has_apex=False):
     if patch not in table.INSTALLED:

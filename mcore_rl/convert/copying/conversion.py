@@ -14,11 +14,11 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.convert.copying.tensors import ChunkBytes, CopyTask, TargetTensor, TensorSource, digest
 from mcore_rl.errors import CheckpointError, DamagedCheckpointError
 from mcore_rl.metrics.progress import readable_bytes
+from mcore_rl.storage.archives import FilePart
 from mcore_rl.storage.checkpoint import MANIFEST, MARKER, find_checkpoint, read_marker
 from mcore_rl.storage.checksums import PartChecksum, as_hex, crc32_of, joined
 from mcore_rl.storage.files import foreign_files, sizes_and_times, write_atomically
 from mcore_rl.storage.folders import read_json
-from mcore_rl.storage.foreign import FilePart
 from mcore_rl.workers.imports import checkpoint_of
 
 RULES_VERSION = 3

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.weight_map import AxisRange, Copies, Region, RegionCopy, Shape, listed, sizes, whole
+from mcore_rl.storage.archives import FilePart
 from mcore_rl.storage.checksums import PartChecksum, crc32, joined
-from mcore_rl.storage.foreign import FilePart
 
 OutputDtype = Literal["keep", "bf16", "fp32"]
 OUTPUT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.weight_map import AxisRange, Region, Shape, covered_otherwise_than_once
+from mcore_rl.storage.archives import FileRange, check_descriptions, check_identity, file_sizes
 from mcore_rl.storage.checkpoint import (
     COMMON,
+    CRITIC,
     FORMAT_FILE,
     MARKER,
     METADATA,
@@ -19,12 +20,12 @@ from mcore_rl.storage.checkpoint import (
     base_of,
     check,
     find_checkpoint,
+    held_by_base,
     step_of,
 )
-from mcore_rl.storage.checkpoints.read import CRITIC, check_descriptions, check_identity, file_sizes, held_by_base
 from mcore_rl.storage.files import sizes_and_times
 from mcore_rl.storage.folders import read_json, refuse_special_file
-from mcore_rl.storage.foreign import FileRange, load_common, load_metadata
+from mcore_rl.storage.foreign import StoredMetadata, StoredTensor, load_common, load_metadata
 
 OPTIMIZER = ("optimizer.", "chained_")
 """Key prefixes of an optimizer's state: this program's, and Megatron-LM's for several optimizers."""
@@ -105,7 +106,7 @@ def open_dist(path: Path) -> DistFolder:
         check_descriptions(path, marker)
     metadata = load_metadata(path)
     tensors, objects = _entries(path, metadata)
-    files = file_sizes(path, metadata)
+    files = file_sizes(path, (metadata.storage_data or {}).values())
     digest = sha256((path / METADATA).read_bytes()).hexdigest()
     stamps = {file: stamp for file, stamp in stamps.items() if file.name in (*files, METADATA, COMMON, FORMAT_FILE)}
     base_path = None if marker is None else base_of(path, marker)
@@ -143,12 +144,12 @@ def check_files(folder: DistFolder) -> None:
         check_identity(folder.path, folder.marker, name, ranges)
 
 
-def _entries(path: Path, metadata: Metadata) -> tuple[dict[str, DistTensor], dict[str, FileRange]]:
+def _entries(path: Path, metadata: StoredMetadata) -> tuple[dict[str, DistTensor], dict[str, FileRange]]:
     """Return tensors and objects by key; CheckpointError unless the parts of each tensor make it up exactly once."""
     tensors, objects = {}, {}
     places = {(index.fqn, tuple(index.offset or ())): info for index, info in (metadata.storage_data or {}).items()}
     for key, entry in sorted(metadata.state_dict_metadata.items()):
-        if isinstance(entry, TensorStorageMetadata):
+        if isinstance(entry, StoredTensor):
             parts = []
             for chunk in entry.chunks:
                 info = places.get((key, tuple(chunk.offsets)))
@@ -160,7 +161,7 @@ def _entries(path: Path, metadata: Metadata) -> tuple[dict[str, DistTensor], dic
             if any(True for _ in covered_otherwise_than_once(shape, [part.where for part in parts])):
                 raise CheckpointError(f"{path}: the parts of {key} {shape} do not make it up. Take another copy.")
             tensors[key] = DistTensor(shape, entry.properties.dtype, tuple(parts))
-        elif (info := (metadata.storage_data or {}).get(MetadataIndex(key))) is not None:
+        elif (info := places.get((key, ()))) is not None:
             objects[key] = _file_range(path, key, info)
     return tensors, objects
 

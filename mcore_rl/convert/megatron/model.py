@@ -21,9 +21,9 @@ from mcore_rl.families import family_of, weight_map
 from mcore_rl.families.rules import ExpertLayout
 from mcore_rl.families.same_model import model_changes
 from mcore_rl.families.weight_map import AxisRange, Region, Shape, WeightMap, listed
-from mcore_rl.storage.checkpoints.megatron_lm import args_changes, read_args
-from mcore_rl.storage.checkpoints.read import ADAPTER, EXTRA_STATE, HYBRID_NORM
+from mcore_rl.storage.checkpoint import ADAPTER, EXTRA_STATE, HYBRID_NORM
 from mcore_rl.storage.folders import read_config
+from mcore_rl.storage.megatron_lm import args_changes, read_args
 
 KeyNames = Literal["te", "local"]
 """Names of TransformerEngine's layers, or of Megatron's local layers."""

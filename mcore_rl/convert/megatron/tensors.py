@@ -21,20 +21,20 @@ from mcore_rl.convert.megatron.folder import DistFolder, DistPart
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.rules import packed_rows
 from mcore_rl.families.weight_map import AxisRange, Region, Shape, sizes
-from mcore_rl.storage.checkpoints.read import ADAPTER, check_part
-from mcore_rl.storage.checksums import crc32
-from mcore_rl.storage.folders import lora_of
-from mcore_rl.storage.foreign import (
+from mcore_rl.storage.archives import (
     HEADER_BYTES,
     MALFORMED,
-    PLAIN,
-    AllowListUnpickler,
     FileRange,
     SliceableBytes,
     archive_records,
+    check_part,
     record_bytes,
     record_named,
 )
+from mcore_rl.storage.checkpoint import ADAPTER
+from mcore_rl.storage.checksums import crc32
+from mcore_rl.storage.folders import lora_of
+from mcore_rl.storage.foreign import PLAIN, AllowListUnpickler
 
 STORAGES = {
     "FloatStorage": torch.float32,

@@ -10,15 +10,11 @@ import importlib.util
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
 import torch
 
-
-def megatron_version() -> str:
-    """Return "major.minor" of the installed Megatron-Core."""
-    return ".".join(version("megatron-core").split(".")[:2])
+from mcore_rl.storage.checkpoint import megatron_version
 
 
 def has_module(name: str) -> bool:

@@ -19,14 +19,14 @@ import torch
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.patches import replacements, router_losses
 from mcore_rl.megatron.patches import standins as cpu
-from mcore_rl.megatron.patches.found import Found, find_packages, megatron_version
+from mcore_rl.megatron.patches.found import Found, find_packages
 from mcore_rl.megatron.patches.replacements import (
     find_overlap_on_grid,
     state_by_parameter,
     validate_plan_on_grid,
     weights_count_as_on_device,
 )
-from mcore_rl.storage import foreign
+from mcore_rl.storage.checkpoint import megatron_version
 
 SUPPORTED = ("0.16", "0.19")
 Cause = Literal["no CUDA", "no TransformerEngine", "no TransformerEngine or apex", "version"]
@@ -283,21 +283,21 @@ RUNS_PROGRAMS = "it unpickles whatever the file asks for: a checkpoint from else
 FOREIGN_FILE_PATCHES: tuple[Patch, ...] = (
     Patch(
         symbol="torch.distributed.checkpoint.default_planner:DefaultLoadPlanner.load_bytes",
-        replace=lambda _: foreign.load_entry,
+        replace=lambda _: replacements.load_entry,
         cause="version",
         reason=f"torch.load(weights_only=False): {RUNS_PROGRAMS}",
         until="objects that are no tensors are loaded with weights_only=True",
     ),
     Patch(
         symbol="torch.distributed.checkpoint.filesystem:pickle",
-        replace=foreign.restricted_pickle,
+        replace=replacements.restricted_pickle,
         cause="version",
         reason=f".metadata is read with pickle.load: {RUNS_PROGRAMS}",
         until=".metadata is read without pickle, or with an allow-list",
     ),
     Patch(
         symbol="megatron.core.dist_checkpointing.strategies.common:TorchCommonLoadStrategy.load_common",
-        replace=foreign.load_common_method,
+        replace=replacements.load_common_method,
         versions=("0.16",),
         cause="version",
         reason="common.pt is read by another reader than the one that checked it, and with "
@@ -306,7 +306,7 @@ FOREIGN_FILE_PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         symbol="megatron.core.dist_checkpointing.serialization:load_common",
-        replace=foreign.load_common_function,
+        replace=replacements.load_common_function,
         versions=("0.19",),
         cause="version",
         reason="common.pt is read by another reader than the one that checked it, and with "

@@ -15,7 +15,7 @@ from mcore_rl.config.sft import SFTDataConfig
 from mcore_rl.data.batch import BatchSource, SampleDataset
 from mcore_rl.data.chat import Chat
 from mcore_rl.data.examples import read_examples
-from mcore_rl.data.indexed import DataPlan, SampleCounts, build_datasets, plan_data
+from mcore_rl.data.megatron.indexed import DataPlan, SampleCounts, build_datasets, plan_data
 from mcore_rl.data.packing import PackedSequences, PackingOptions
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.schedule import MAX, Head, HeadOutput, ReadsDeferredLogits

@@ -1,7 +1,7 @@
 """Reading a sharded state on any mesh, after the stored names, shapes and checksums were compared with those wanted."""
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,6 @@ from megatron.core.dist_checkpointing.serialization import get_default_load_shar
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from mcore_rl.config.changes import config_changes, listing
 from mcore_rl.config.model import ModelConfig
@@ -25,95 +24,40 @@ from mcore_rl.errors import CheckpointError, DamagedCheckpointError
 from mcore_rl.families.same_model import model_changes
 from mcore_rl.megatron.agree import on_every_rank, on_rank_zero
 from mcore_rl.megatron.mesh import Mesh
-from mcore_rl.megatron.patches.found import megatron_version
-from mcore_rl.model.heads import SCORE_WEIGHT
 from mcore_rl.storage import foreign
+from mcore_rl.storage.archives import (
+    UNREADABLE,
+    FilePart,
+    FileRange,
+    check_descriptions,
+    check_identity,
+    check_part,
+    file_sizes,
+)
 from mcore_rl.storage.checkpoint import (
+    ADAPTER,
     COMMON,
+    CRITIC,
+    EXTRA_STATE,
     FORMAT_FILE,
+    HYBRID_NORM,
     MARKER,
-    METADATA,
+    OPTIMIZER,
+    OWN_ENTRY,
+    SCORE_WEIGHT,
     Marker,
     base_of,
     check,
     find_checkpoint,
+    held_by_base,
+    megatron_version,
     others,
 )
-from mcore_rl.storage.checkpoints.megatron_lm import args_changes, read_args
-from mcore_rl.storage.checksums import crc32_of
-from mcore_rl.storage.foreign import FilePart, FileRange, damaged_record, recorded_crc32
+from mcore_rl.storage.megatron_lm import args_changes, read_args
 
-DESCRIPTIONS = (METADATA, COMMON, FORMAT_FILE)
-"""Small files that describe the large ones' content."""
-UNREADABLE = (OSError, RuntimeError, *foreign.MALFORMED)
-"""Exceptions that reading a damaged archive raises."""
-
-
-def check_descriptions(path: Path, marker: Marker) -> None:
-    """Raise a DamagedCheckpointError when a small file that describes other files has changed since it was written."""
-    for name in DESCRIPTIONS:
-        if name in marker.crc32 and crc32_of(path / name) != marker.crc32[name]:
-            raise DamagedCheckpointError(
-                f"{path / name} is damaged: its bytes are not those that were written. {others(path)}"
-            )
-
-
-def check_identity(path: Path, marker: Marker, name: str, archives: Iterable[FileRange]) -> None:
-    """Raise a DamagedCheckpointError when a file is not the file that the marker names, such as another step's.
-
-    Large records are not read: `check_part` compares them with the checksums on which this check is built.
-
-    Args:
-        path: The checkpoint.
-        marker: Its marker; a marker of an earlier version has no checksums of files, and passes.
-        name: Name of the file.
-        archives: Ranges of it that torch.save wrote.
-    """
-    if name not in marker.crc32:
-        return
-    try:
-        is_written = recorded_crc32(path / name, archives) == marker.crc32[name]
-    except UNREADABLE:
-        is_written = False
-    if not is_written:
-        raise DamagedCheckpointError(
-            f"{path / name} is not the file that was written with {path.name}: it is damaged, or of another step. "
-            f"{others(path)}"
-        )
-
-
-def check_part(path: Path, key: str, part: FileRange) -> None:
-    """Raise a DamagedCheckpointError when the bytes of a tensor's or object's part are not those that were written."""
-    with (path / part.file).open("rb") as file:
-        try:
-            record = damaged_record(FilePart(file.fileno(), part.start, part.length))
-        except UNREADABLE as error:
-            record = str(error)
-    if record is not None:
-        raise DamagedCheckpointError(
-            f"{path / part.file} is damaged: the bytes of {key} are not those that were written ({record}). "
-            f"{others(path)}"
-        )
-
-
-OWN_ENTRY = "mcore_rl"
-"""Entry of the common state that only checkpoints of this program have."""
-EXTRA_STATE = "_extra_state"
-"""Part of the keys of the states that TransformerEngine's layers save with weights (fp8 scales), empty for other
-layers.
-"""
-OPTIMIZER = "optimizer."
-ADAPTER = ".adapter."
-"""Part of the keys of low-rank adapters, which no other tensor has."""
-CRITIC = "critic."
-"""Beginning of the keys of the critic's weights and optimizer state, which a run of PPO saves with the policy's."""
-HYBRID_NORM = "decoder.final_norm.weight"
-"""Key of the last norm of Megatron's HybridModel, which GPTModel has as decoder.final_layernorm.weight."""
-LOGIT_PARTS = ("output_layer.", "mtp.")
-"""Beginnings of the keys of weights that only logits need."""
 MAX_LISTED = 3
 """Most differences that a message lists."""
-MALFORMED = (OSError, RuntimeError, LookupError, ImportError, CheckpointingException, *foreign.MALFORMED)
+MALFORMED = (*UNREADABLE, LookupError, ImportError, CheckpointingException)
 """Exceptions that torch and Megatron raise on damaged or foreign files."""
 
 
@@ -206,14 +150,6 @@ def read(
     return loaded | {name: weights[name] | loaded.get(name, {}) for name in of_base}
 
 
-def held_by_base(base: Iterable[str], own: Collection[str]) -> list[str]:
-    """Return which of the keys `base` of a base checkpoint are of weights that a checkpoint with the keys `own` leaves
-    out.
-    """
-    left_out = (OPTIMIZER, CRITIC, *(LOGIT_PARTS if SCORE_WEIGHT in own else ()))
-    return [key for key in base if not key.startswith(left_out) and ADAPTER not in key and key not in own]
-
-
 def _loaded(state: dict[str, Any], stored: StoredCheckpoint, mesh: Mesh) -> dict[str, Any]:
     """Collective over the world: return `state` with its shards filled from the files of a single checkpoint."""
     try:
@@ -257,10 +193,10 @@ def _inspect(path: Path, verify_checksums: bool) -> StoredCheckpoint:
     if (path / COMMON).is_file():
         foreign.refuse_programs((path / COMMON).read_bytes(), str(path / COMMON))
     if is_megatron_lm:
-        file_sizes(path, metadata)
+        file_sizes(path, (metadata.storage_data or {}).values())
         _check_origin(path)
     entries = metadata.state_dict_metadata
-    tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    tensors = {name: entry for name, entry in entries.items() if isinstance(entry, foreign.StoredTensor)}
     shapes = {name: tuple(entry.size) for name, entry in tensors.items()}
     objects = frozenset(entries.keys() - tensors.keys())
     with _of_base(path):
@@ -281,7 +217,7 @@ def _inspect(path: Path, verify_checksums: bool) -> StoredCheckpoint:
     )
 
 
-def _parts(metadata: Metadata) -> dict[str, list[FileRange]]:
+def _parts(metadata: foreign.StoredMetadata) -> dict[str, list[FileRange]]:
     """Return the parts of each key, but for compressed parts, which torch checks by itself."""
     found: dict[str, list[FileRange]] = {}
     for index, info in (metadata.storage_data or {}).items():
@@ -340,21 +276,6 @@ def _check_origin(path: Path) -> None:
         ) from error
     if OWN_ENTRY in common:
         check(path)
-
-
-def file_sizes(path: Path, metadata: Metadata) -> dict[str, int]:
-    """Return the number of bytes of each file in `.metadata`; CheckpointError if one is missing, or ends too soon."""
-    ends: dict[str, int] = {}
-    for info in (metadata.storage_data or {}).values():
-        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-    sizes = {}
-    for name, end in sorted(ends.items()):
-        sizes[name] = (path / name).stat().st_size if (path / name).is_file() else 0
-        if sizes[name] < end:
-            raise CheckpointError(
-                f"{path} is damaged: {name} has {sizes[name]} bytes, {end} are in use. {others(path)}"
-            )
-    return sizes
 
 
 def _compare(stored: StoredCheckpoint, wanted: dict[str, Any], model: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -34,33 +34,30 @@ from mcore_rl.config.optim import LoraConfig
 from mcore_rl.errors import CheckpointError
 from mcore_rl.megatron.agree import on_every_rank, on_rank_zero
 from mcore_rl.megatron.mesh import Mesh
-from mcore_rl.megatron.patches.found import megatron_version, writer_choice
+from mcore_rl.megatron.patches.found import writer_choice
 from mcore_rl.metrics.attempts_file import NUMERICS
 from mcore_rl.model.build import unwrap
-from mcore_rl.model.heads import SCORE_SHIFT, SCORE_WEIGHT
+from mcore_rl.storage.archives import FileRange, recorded_crc32
 from mcore_rl.storage.checkpoint import (
+    ADAPTER,
     COMMON,
+    EXTRA_STATE,
     FORMAT_FILE,
+    LOGIT_PARTS,
     METADATA,
+    SCORE_SHIFT,
+    SCORE_WEIGHT,
     WRITING,
     Marker,
+    megatron_version,
     path_of_step,
     publish,
     write_marker,
 )
-from mcore_rl.storage.checkpoints.megatron_lm import model_args
-from mcore_rl.storage.checkpoints.read import (
-    ADAPTER,
-    EXTRA_STATE,
-    LOGIT_PARTS,
-    OWN_ENTRY,
-    StoredCheckpoint,
-    inspect,
-    read,
-)
+from mcore_rl.storage.checkpoints.read import StoredCheckpoint, inspect, read
 from mcore_rl.storage.checksums import crc32_of
 from mcore_rl.storage.files import checkpoint_errors_explained, flush_to_disk, room_at
-from mcore_rl.storage.foreign import FileRange, recorded_crc32
+from mcore_rl.storage.megatron_lm import SHARDING_METADATA, common_state
 
 FORMAT = CheckpointingConfig("torch_dist", 1)
 
@@ -258,15 +255,6 @@ def _write_bucket(transforms: list[Any], bucket: Any, path: Path) -> list[WriteR
     return written
 
 
-SHARDING_METADATA = {
-    "singleton_local_shards": False,
-    # Megatron's default cannot be saved any more, and `dp_reshardable` cannot be loaded on another mesh.
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "chained_optim_avoid_prefix": True,
-}
-"""Megatron's switches for the layout of a state, which in this package is the same on every mesh."""
-
-
 def sharding_metadata(mesh: Mesh) -> dict[str, Any]:
     """Return the `metadata` argument of Megatron's `sharded_state_dict`."""
     return SHARDING_METADATA | {"dp_cp_group": mesh.dp_cp.group}
@@ -288,25 +276,6 @@ def trained_weights(weights: dict[str, Any]) -> dict[str, Any]:
 
     found: dict[str, Any] = extract_matching_values(weights, is_trained)[0]
     return found
-
-
-def common_state(model: ModelConfig, mesh: Mesh, step: int, own: dict[str, Any]) -> dict[str, Any]:
-    """Return the state that is the same on all ranks: the entries that Megatron-LM looks for, and OWN_ENTRY."""
-    args = model_args(model)
-    args.tensor_model_parallel_size = mesh.tp.size
-    args.pipeline_model_parallel_size = mesh.pp.size
-    args.world_size = mesh.world.size
-    args.data_parallel_size = mesh.dp.size
-    args.ckpt_format = "torch_dist"
-    # Random states are saved here by rank and mesh; Megatron-LM would look for them by tensor and pipeline rank.
-    args.no_save_rng = True
-    return {
-        "args": args,
-        "checkpoint_version": 3.0,
-        "iteration": step,
-        "content_metadata": dict(SHARDING_METADATA),
-        OWN_ENTRY: own,
-    }
 
 
 def without_absent_extras(state: dict[str, Any], stored: StoredCheckpoint) -> dict[str, Any]:
@@ -344,7 +313,9 @@ def save_weights(
     final, writing = path_of_step(folder, 0), folder / f"{WRITING}weights"
     on_rank_zero(partial(_make_room, final, writing))
     weights = weights_state(chunks, mesh)
-    state = (trained_weights(weights) if base else weights) | common_state(model, mesh, 0, {})
+    state = (trained_weights(weights) if base else weights) | common_state(
+        model, describe_mesh(mesh), mesh.world.size, 0, {}
+    )
     plan = ShardPlanner(mesh).plan(state, writing)
     finish(plan, write_now(plan), mesh, model, 0, base=base)
 

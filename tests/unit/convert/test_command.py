@@ -55,26 +55,33 @@ def test_arguments_that_an_action_does_not_take_are_refused_with_status_2(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.full
-def test_no_command_that_compares_no_logits_imports_transformers(tmp_path: Path) -> None:
+MORE_THAN_TORCH = 290
+"""Modules that a conversion imports besides torch's, 264 with Python 3.11; Megatron is 700 more."""
+NOT_OF_A_CONVERSION = ("megatron", "transformers", "torch.distributed.checkpoint", "mcore_rl.config.rl_run")
+
+
+def test_a_conversion_imports_neither_megatron_nor_torchs_checkpoints_before_it_writes(tmp_path: Path) -> None:
+    """Of an import all tensors are written before the `.metadata`, for which torch's classes are imported."""
+    source, checkpoint = saved("llama", tmp_path / "hf"), tmp_path / "ckpt"
+    assert main(["convert", "import", str(source), str(checkpoint), "--no-check-logits", "--workers", "1"]) == 0
     code = (
-        "import sys, mcore_rl.cli.cli as cli\n"
-        "status = cli.main(sys.argv[1:])\n"
-        "late = {name for name in ('transformers', 'mcore_rl.convert.logits') if name in sys.modules}\n"
-        "sys.exit(f'{status} {late}' if status or late else 0)"
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "from mcore_rl.cli import cli\n"
+        "from mcore_rl.convert import importing\n"
+        "def write_metadata(*_): sys.exit(' '.join(set(sys.modules) - before))\n"
+        "importing.write_metadata = write_metadata\n"
+        "source, checkpoint, out = sys.argv[1:]\n"
+        "for words in (f'convert plan {source}', f'convert verify {source} {checkpoint}', f'check {checkpoint}',\n"
+        "              f'convert export {checkpoint} {out}/export --reference {source} --workers 1',\n"
+        "              f'convert import {source} {out}/import --no-check-logits --workers 1'):\n"
+        "    assert cli.main(words.split()) == 0, words"
     )
-    source = saved("llama", tmp_path / "hf")
-    checkpoint, out = tmp_path / "ckpt", tmp_path / "out"
-    for words in (
-        ["plan", str(source)],
-        ["import", str(source), str(checkpoint), "--no-check-logits", "--workers", "1"],
-        ["export", str(checkpoint), str(out), "--reference", str(source), "--workers", "1"],
-        ["verify", str(checkpoint), str(out)],
-        ["relayout", str(checkpoint), str(tmp_path / "other"), "--keys", "local", "--workers", "1"],
-    ):
-        command = [sys.executable, "-c", code, "convert", *words]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, (words, done.stderr)
+    words = [sys.executable, "-c", code, str(source), str(checkpoint), str(tmp_path / "out")]
+    imported = subprocess.run(words, capture_output=True, text=True).stderr.splitlines()[-1].split()
+    assert "mcore_rl.convert.importing" in imported
+    assert [name for name in imported if f"{name}.".startswith(tuple(f"{room}." for room in NOT_OF_A_CONVERSION))] == []
+    assert len(imported) <= MORE_THAN_TORCH
 
 
 def test_sizes_are_read_as_they_are_written() -> None:

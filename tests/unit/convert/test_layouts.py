@@ -3,6 +3,7 @@
 tests/hybrid has HybridModel itself.
 """
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
 from mcore_rl.cli.cli import main
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.convert.copying.copier import convert
-from mcore_rl.convert.importing import plan_relayout
+from mcore_rl.convert.importing import FORMAT, plan_relayout
 from mcore_rl.convert.megatron.folder import open_dist
 from mcore_rl.convert.megatron.model import KeyLayout, open_dist_model
 from mcore_rl.errors import CheckpointError
@@ -194,3 +196,8 @@ def test_training_refuses_hybrid_layers_and_names_the_command(
         load_weights([chunk], one_rank, model, hybrid)
     assert main(["convert", "relayout", str(hybrid), str(tmp_path / "home"), "--workers", "1"]) == 0
     load_weights([chunk], one_rank, model, tmp_path / "home")
+
+
+def test_an_import_names_its_format_as_megatron_does(tmp_path: Path) -> None:
+    save_config(CheckpointingConfig("torch_dist", 1), str(tmp_path))
+    assert json.loads((tmp_path / "metadata.json").read_text()) == FORMAT

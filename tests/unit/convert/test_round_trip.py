@@ -11,8 +11,8 @@ import torch
 
 from mcore_rl.convert.copying.conversion import CopySettings
 from mcore_rl.convert.megatron.folder import open_dist
+from mcore_rl.storage.archives import HEADER_BYTES
 from mcore_rl.storage.checkpoint import check
-from mcore_rl.storage.foreign import HEADER_BYTES
 from tests.conversion import assert_same, bytes_of, differing, exported, imported, read_dist, read_hf, saved, write_hf
 from tests.hf_models import CASES, oracle
 from tests.hf_weights import to_global

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from backports import zstd
 from datasets import Dataset, DatasetDict
+from mcore_rl.data.shards import plan_shards
 from rich.console import Console
 
 from mcore_rl.config.rl.rollout import PromptConfig
@@ -22,7 +23,6 @@ from mcore_rl.data.documents import DocumentFormat, DocumentReader, FileSlice, f
 from mcore_rl.data.examples import read_examples
 from mcore_rl.data.preprocess import preprocess
 from mcore_rl.data.records import filled, read_records
-from mcore_rl.data.shards import plan_shards
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import DataError
 from mcore_rl.rl.rollouts.prompts import read_problems

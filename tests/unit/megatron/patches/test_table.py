@@ -5,8 +5,8 @@ import importlib
 import pytest
 
 from mcore_rl.errors import ConfigError
-from mcore_rl.megatron.patches.found import megatron_version
 from mcore_rl.megatron.patches.table import PATCHES, SUPPORTED, patches_for
+from mcore_rl.storage.checkpoint import megatron_version
 
 WITHOUT_TE = {"CheckpointWithoutOutput.__init__", "te_general_gemm"}
 

@@ -12,10 +12,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from mcore_rl.megatron.mesh import Mesh
-from mcore_rl.megatron.patches.found import megatron_version
 from mcore_rl.model.layers.cpu.experts import CompiledExperts
 from mcore_rl.model.layers.experts import GroupedExperts, sort_routes
 from mcore_rl.model.layers.moe import MoELayer
+from mcore_rl.storage.checkpoint import megatron_version
 from tests.unit.model.layers.oracles import assert_close, gradients, small_config
 
 SIGMOID = {

@@ -10,7 +10,7 @@ from megatron.core.transformer.enums import AttnBackend
 
 from mcore_rl.config.model import RopeConfig
 from mcore_rl.families import FAMILIES
-from mcore_rl.storage.checkpoints.megatron_lm import args_changes, model_args, read_args
+from mcore_rl.storage.megatron_lm import args_changes, model_args, read_args
 from tests.tiny_models import TINY
 
 DENSE = {"num_experts": None, "swiglu": True, "quick_geglu": False, "add_bias_linear": False}

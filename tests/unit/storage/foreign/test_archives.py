@@ -14,17 +14,16 @@ import pytest
 import torch
 
 from mcore_rl.errors import CheckpointError
-from mcore_rl.storage.foreign import (
+from mcore_rl.storage.archives import (
     RECORDED_BYTES,
     FilePart,
     FileRange,
     archive_records,
     damaged_record,
-    load_saved,
     record_bytes,
     recorded_crc32,
-    refuse_programs,
 )
+from mcore_rl.storage.foreign import load_saved, refuse_programs
 
 NUM_ARCHIVES = 10_000
 NAMES = (

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_rl.errors import CheckpointError
 from mcore_rl.megatron.patches import table  # noqa: F401 - applies the patches
-from mcore_rl.storage.foreign import refuse_programs_inside
+from mcore_rl.storage.foreign import StoredTensor, load_metadata, refuse_programs_inside
 from tests.unit.storage.foreign.test_archives import Program
 
 # isort: split
@@ -111,3 +111,19 @@ def test_a_program_in_the_common_state_is_refused_with_its_file(
     with pytest.raises(CheckpointError, match=rf"common\.pt: {REFUSED}"):
         dist_checkpointing.load_common_state_dict(str(tmp_path))
     assert not (tmp_path / "ran").exists()
+
+
+def test_the_list_of_parts_is_read_as_torch_reads_it(tmp_path: Path) -> None:
+    dcp.save({"weight": torch.ones(2, 3, dtype=torch.bfloat16), "entry": {1}}, checkpoint_id=tmp_path, no_dist=True)
+    read, torchs = load_metadata(tmp_path), dcp.FileSystemReader(tmp_path).read_metadata()
+    stored, wanted = read.state_dict_metadata["weight"], torchs.state_dict_metadata["weight"]
+    assert isinstance(stored, StoredTensor) and not isinstance(read.state_dict_metadata["entry"], StoredTensor)
+    assert (stored.size, stored.properties.dtype) == (wanted.size, wanted.properties.dtype)
+    assert [vars(chunk) for chunk in stored.chunks] == [vars(chunk) for chunk in wanted.chunks]
+    assert {
+        (index.fqn, index.offset): (info.relative_path, info.offset, info.length)
+        for index, info in (read.storage_data or {}).items()
+    } == {
+        (index.fqn, index.offset): (info.relative_path, info.offset, info.length)
+        for index, info in torchs.storage_data.items()
+    }

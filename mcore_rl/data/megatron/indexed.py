@@ -122,14 +122,14 @@ class EpochDataset(GPTDataset):
         return sample
 
 
-SPLITS = ("train", "valid", "test")
+BLENDS = ("train", "valid", "test")
 NO_TOKEN = -1
 """Padding of a last, partial sequence. It is not in any data, so no real token is mistaken for padding."""
 UNKNOWN_EOD = -2
 SURPLUS = 0.005
 """Share of samples that each dataset of a blend has in reserve, since the blend rounds."""
 OTHER_CACHE = "Make room (or give write access), or set another data.cache_dir."
-LOCK_WAIT_S = 120.0
+CACHE_WAIT_S = 120.0
 CACHED = re.compile(r"[0-9a-f]{32}-\w+-\w+-\w+_index\.npy")
 """Names of Megatron's cached indices: digest, class, split and kind."""
 
@@ -238,7 +238,7 @@ def plan_data(config: DataConfig, *, vocab_size: int, samples: SampleCounts, eva
         )
     for prefix, tokens in parts[0].items():
         check_enough(prefix, tokens=tokens, seq_length=config.seq_length)
-    for name, blend, part in zip(SPLITS[1:], blends[1:], parts[1:], strict=True):
+    for name, blend, part in zip(BLENDS[1:], blends[1:], parts[1:], strict=True):
         wanted = getattr(samples, name)
         found = _evaluated(wanted, evaluated_at_once, blend, part, config.seq_length) if blend else 0
         if blend and found < wanted:
@@ -459,7 +459,7 @@ def _repaired_cache(folder: Path) -> Iterator[None]:
         return
     with (
         disk_errors_explained(folder, OTHER_CACHE),
-        sole_writer(folder / "lock", wait_s=LOCK_WAIT_S, remedy="Wait, or set another data.cache_dir."),
+        sole_writer(folder / "lock", wait_s=CACHE_WAIT_S, remedy="Wait, or set another data.cache_dir."),
     ):
         for path in folder.glob("*.npy"):
             # The folder is the user's choice, and may contain other programs' arrays.

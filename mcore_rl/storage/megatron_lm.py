@@ -10,7 +10,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.families import family_of
 from mcore_rl.families.family import Family, yarn
 from mcore_rl.families.same_model import model_changes
-from mcore_rl.storage.checkpoint import COMMON
+from mcore_rl.storage.checkpoint import COMMON, OWN_ENTRY
 from mcore_rl.storage.foreign import load_common
 
 ABSENT: dict[str, tuple[Any, ...]] = {
@@ -61,6 +61,38 @@ def model_args(model: ModelConfig) -> Namespace:
             "dsa_indexer_topk": model.indexer.top_k,
         }
     return Namespace(**(settings | _positions(model, is_latent=family.is_latent) | architecture))
+
+
+SHARDING_METADATA = {
+    "singleton_local_shards": False,
+    # Megatron's default cannot be saved any more, and `dp_reshardable` cannot be loaded on another mesh.
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+}
+"""Megatron's switches for the layout of a state, which in this package is the same on every mesh."""
+
+
+def common_state(
+    model: ModelConfig, mesh: Mapping[str, int], world_size: int, step: int, own: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the state that is the same on all ranks of a mesh with these sizes: the entries that Megatron-LM looks
+    for, and OWN_ENTRY.
+    """
+    args = model_args(model)
+    args.tensor_model_parallel_size = mesh["tp"]
+    args.pipeline_model_parallel_size = mesh["pp"]
+    args.world_size = world_size
+    args.data_parallel_size = mesh["dp"]
+    args.ckpt_format = "torch_dist"
+    # Random states are saved here by rank and mesh; Megatron-LM would look for them by tensor and pipeline rank.
+    args.no_save_rng = True
+    return {
+        "args": args,
+        "checkpoint_version": 3.0,
+        "iteration": step,
+        "content_metadata": dict(SHARDING_METADATA),
+        OWN_ENTRY: own,
+    }
 
 
 def hybrid_args(model: ModelConfig) -> dict[str, Any]:
