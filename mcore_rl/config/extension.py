@@ -97,6 +97,14 @@ def choose(field: str, name: str, choices: Mapping[str, Choice]) -> Choice:
     return choices[name] if name in choices else load_extension(field, name)
 
 
+def optional_package(module: str, setting: str, package: str) -> Any:
+    """Import and return the module that `setting` needs. Raises ConfigError if its package is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"{setting} needs `pip install {package}`; install it or unset it") from error
+
+
 def load_extensions(config: Section) -> dict[str, str]:
     """Import every user-defined object that `config` names, so that errors are raised before ranks start.
 

@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 from pydantic import ValidationError
 
 from mcore_rl.config.describe import FieldDoc, describe, describe_sections, sections_of
-from mcore_rl.config.other_names import VALUE_NOTES, argument_named, equivalent_named, refuse_foreign_config
 from mcore_rl.config.recipes import config_file, extended_file
 from mcore_rl.config.section import Section, alternatives, kinds_of, variant_of
 from mcore_rl.config.toml import parse_value, toml_value
@@ -122,7 +121,7 @@ def kind_of(path: Path, overrides: Sequence[str] = (), among: Sequence[str] = ()
     Raises:
         ConfigError: If neither the fields nor the name decide.
     """
-    kinds = _kinds()
+    kinds = _late("kinds")
     tables = [table for _, table in _tables(config_file(path), ())]
     for _, table in _override_tables({}, overrides):
         tables.append(table)
@@ -182,13 +181,13 @@ def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"Config file {path}{origin} cannot be read: {error.strerror}.") from None
     except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError, an integer of more digits than Python reads
-        refuse_foreign_config(str(path), text)
+        _late("other_names").refuse_foreign_config(str(path), text)
         raise ConfigError(f"Config file {path}{origin} is not valid TOML: {error}.") from None
 
 
-def _kinds() -> ModuleType:
-    """Import the kinds of configs: making all their classes takes time, and a section of a run needs none of them."""
-    return importlib.import_module("mcore_rl.config.kinds")
+def _late(name: str) -> ModuleType:
+    """Import a module of this room that only errors and files of unknown kind need, and takes time."""
+    return importlib.import_module(f"mcore_rl.config.{name}")
 
 
 def _unknown_keys(cls: type[Section], tables: Sequence[dict[str, Any]]) -> list[str]:
@@ -203,7 +202,7 @@ def _refuse_other_kind(cls: type[Section], path: Path, tables: Sequence[dict[str
     unknown = _unknown_keys(cls, tables)
     if not unknown:
         return
-    kinds = _kinds()
+    kinds = _late("kinds")
     own = next((kind for kind, other in kinds.KINDS.items() if other is cls), None)
     fitting = [kind for kind, other in kinds.KINDS.items() if not _unknown_keys(other, tables)]
     if own and fitting:
@@ -317,7 +316,7 @@ def _not_a_field(cls: type[Section], setting: Setting) -> str:
         example = sections[key][0].key if sections[key] else f"{key}.<field>"
         shown = f"{key} = {_shown(setting.value)} {setting.source}"
         return f"{shown}: {key} is a section; set its fields, as {example}."
-    kinds = _kinds()
+    kinds = _late("kinds")
     own = next((kind for kind, other in kinds.KINDS.items() if other is cls), "")
     if key.partition(".")[0] == "replay" and own in kinds.NO_REPLAY:
         return (
@@ -325,14 +324,15 @@ def _not_a_field(cls: type[Section], setting: Setting) -> str:
             f"{kinds.READERS[own]} has none: {kinds.NO_REPLAY[own]} Leave it out."
         )
     fields = [doc.key for doc in describe(cls)]
-    argument = argument_named(key)
+    other_names = _late("other_names")
+    argument = other_names.argument_named(key)
     if argument is not None and argument.field in ("", *fields):
         named = f"Unknown key {key} {setting.source}. It is an argument of Megatron-LM"
         if argument.field:
             return f"{named}: here {argument.field} stands for it."
         return f"{named} that is not offered here. {argument.note}"
     misspelt = difflib.get_close_matches(key, fields, n=1, cutoff=MISSPELT)
-    foreign = None if misspelt else equivalent_named(key, fields)
+    foreign = None if misspelt else other_names.equivalent_named(key, fields)
     if foreign is not None:
         system, row, ours = foreign
         stands = "stands" if len(ours) == 1 else "stand"
@@ -400,7 +400,7 @@ def _wrong_values(
             if not _is_finite(setting.value):
                 expected = expected.replace("a number", "a finite number")
             items = setting.value if isinstance(setting.value, list) else [setting.value]
-            known = VALUE_NOTES.get(key, {})
+            known = _late("other_names").VALUE_NOTES.get(key, {})
             notes = dict.fromkeys(known[item] for item in items if isinstance(item, str) and item in known)
             line = f"{key} = {_shown(setting.value)} {setting.source}: expected {expected}."
             yield " ".join([line, *notes])

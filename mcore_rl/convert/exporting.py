@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from mcore_rl.checks.model import checked_hf_config
+from mcore_rl.config.extension import optional_package
 from mcore_rl.convert.copying.conversion import (
     Conversion,
     CopySettings,
@@ -67,7 +68,6 @@ from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.families import score_config
 from mcore_rl.families.shells import TEXT, shell_of
 from mcore_rl.families.weight_map import AxisRange, copies_into_hf, listed, sizes
-from mcore_rl.metrics.loggers import optional_package
 from mcore_rl.metrics.progress import readable_bytes
 from mcore_rl.storage.checkpoint import SCORE_SHIFT
 from mcore_rl.storage.checksums import as_hex

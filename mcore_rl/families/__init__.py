@@ -10,7 +10,6 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.families.family import Family
 from mcore_rl.families.hf_config import LIST, OBJECT, HfConfig, check_types, common_to_hf
-from mcore_rl.families.refused import REFUSED
 from mcore_rl.families.rules import ExpertLayout
 from mcore_rl.families.shells import SHELLS, shell_of, text_config
 from mcore_rl.families.weight_map import WeightMap, build_map
@@ -105,12 +104,14 @@ def model_from_hf(config: HfConfig, family: str | None = None) -> ModelConfig:
                 "belongs to the weights."
             )
         names = {alias: name for name in FAMILIES for alias in (name, *OTHER_MODEL_TYPES.get(name, ()))}
-        if model_type in REFUSED:
-            raise ConfigError(
-                f"config.json has model_type={model_type!r}, which is refused: {REFUSED[model_type]}. Take a model of "
-                "another architecture (docs/families.md), or write a family of your own (docs/extending.md)."
-            )
         if model_type not in names:
+            from mcore_rl.families.refused import REFUSED  # only models without a family
+
+            if model_type in REFUSED:
+                raise ConfigError(
+                    f"config.json has model_type={model_type!r}, which is refused: {REFUSED[model_type]}. Take a model "
+                    "of another architecture (docs/families.md), or write a family of your own (docs/extending.md)."
+                )
             raise ConfigError(
                 f"config.json has model_type={model_type!r}. Known are {', '.join([*names, *SHELLS])}. Take a model of "
                 "one of these, or write a family of your own (docs/extending.md)."

@@ -1,61 +1,19 @@
 """Sinks of log.sinks: TensorBoard, Weights & Biases, MLflow, SwanLab and Trackio, each through its own library.
 
-`Sink` is the protocol for a sink of your own. A resumed run continues the same run in the service, by an id in
+A resumed run continues the same run in the service, by an id in
 `run_dir`. None of the services can delete records, so steps that run again appear twice; TensorBoard hides the first.
 """
 
-import importlib
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from mcore_rl.errors import ConfigError
+from mcore_rl.config.extension import optional_package
 from mcore_rl.metrics.metric_table import Reported
+from mcore_rl.metrics.sinks import LoggedRun
 
 COLUMNS = ("prompt", "completion", "answer", "reward")
 """Fields of a sample that are columns of a table."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoggedRun:
-    """Description of a run that its sinks get."""
-
-    run_dir: Path
-    resume_step: int
-    """Last step before this start of the run; 0 if it is new."""
-    settings: Mapping[str, object]
-    """The resolved config as JSON values."""
-    project: str
-    entity: str | None
-    name: str
-    group: str | None
-    tags: tuple[str, ...]
-
-
-class Sink(Protocol):
-    """Destination of the metrics and events of a run.
-
-    A class of your own, `module:Class` in log.sinks, is called with a LoggedRun on rank 0.
-    """
-
-    def write(self, step: int, values: Mapping[str, Reported]) -> None:
-        """Write the metrics of a step: numbers, and nested lists for a matrix."""
-
-    def message(self, step: int, text: str, fields: Mapping[str, object]) -> None:
-        """Write an event of a step: a text, and fields with more about it."""
-
-    def close(self) -> None:
-        """Return when everything written so far is safe."""
-
-
-@runtime_checkable
-class SampleSink(Protocol):
-    """Sink that also shows samples."""
-
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Show samples of a rollout batch, each with `prompt`, `completion`, `answer` and `reward`."""
 
 
 class TensorBoardSink:
@@ -208,23 +166,8 @@ class TrackioSink(_RunSink):
             _keep_id(run, "trackio", self._run.name)
 
 
-LOGGERS: dict[str, Callable[[LoggedRun], Sink]] = {
-    "tensorboard": TensorBoardSink,
-    "wandb": WandbSink,
-    "mlflow": MlflowSink,
-    "swanlab": SwanlabSink,
-    "trackio": TrackioSink,
-}
 MOST_OF_TAG = 5000
 """Maximum length of a tag in MLflow, in characters."""
-
-
-def optional_package(module: str, setting: str, package: str) -> Any:
-    """Import and return the module that `setting` needs. Raises ConfigError if its package is not installed."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(f"{setting} needs `pip install {package}`; install it or unset it") from error
 
 
 def _library(sink: str) -> Any:

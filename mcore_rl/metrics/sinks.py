@@ -2,25 +2,75 @@
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from rich.console import Console
 from rich.markup import escape
 from torch import Tensor
 
-from mcore_rl.config.extension import choose
+from mcore_rl.config.extension import load_extension
 from mcore_rl.config.run import LogConfig
 from mcore_rl.errors import escaped
 from mcore_rl.metrics.jsonl import FILE_NAME, JsonlSink
-from mcore_rl.metrics.loggers import LOGGERS, LoggedRun, SampleSink, Sink
 from mcore_rl.metrics.metric_table import Reported
 from mcore_rl.metrics.metrics import Metric, reduced
 from mcore_rl.workers.live_line import has_live_line, show_live_line
 
 MOST_SAMPLES = 64
 """Maximum number of samples of a rollout batch that sinks with tables get."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoggedRun:
+    """Description of a run that its sinks get."""
+
+    run_dir: Path
+    resume_step: int
+    """Last step before this start of the run; 0 if it is new."""
+    settings: Mapping[str, object]
+    """The resolved config as JSON values."""
+    project: str
+    entity: str | None
+    name: str
+    group: str | None
+    tags: tuple[str, ...]
+
+
+class Sink(Protocol):
+    """Destination of the metrics and events of a run.
+
+    A class of your own, `module:Class` in log.sinks, is called with a LoggedRun on rank 0.
+    """
+
+    def write(self, step: int, values: Mapping[str, Reported]) -> None:
+        """Write the metrics of a step: numbers, and nested lists for a matrix."""
+
+    def message(self, step: int, text: str, fields: Mapping[str, object]) -> None:
+        """Write an event of a step: a text, and fields with more about it."""
+
+    def close(self) -> None:
+        """Return when everything written so far is safe."""
+
+
+@runtime_checkable
+class SampleSink(Protocol):
+    """Sink that also shows samples."""
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Show samples of a rollout batch, each with `prompt`, `completion`, `answer` and `reward`."""
+
+
+LOGGERS = {
+    "tensorboard": "mcore_rl.metrics.loggers:TensorBoardSink",
+    "wandb": "mcore_rl.metrics.loggers:WandbSink",
+    "mlflow": "mcore_rl.metrics.loggers:MlflowSink",
+    "swanlab": "mcore_rl.metrics.loggers:SwanlabSink",
+    "trackio": "mcore_rl.metrics.loggers:TrackioSink",
+}
+"""Sink of log.sinks -> its class, which is imported for a run that names it."""
 
 
 class Log:
@@ -122,7 +172,9 @@ def open_log(
         group=config.group,
         tags=config.tags,
     )
-    optional = [choose("log.sinks", name, LOGGERS)(logged) for name in config.sinks if name != "jsonl"]
+    optional = [
+        load_extension("log.sinks", LOGGERS.get(name, name))(logged) for name in config.sinks if name != "jsonl"
+    ]
     console = ConsoleSink(Console(), total_steps, is_quiet=config.console == "quiet", has_live_line=has_live_line())
     return Log([console, JsonlSink(run_dir / FILE_NAME, resume_step), *optional], config, resume_step)
 

@@ -8,12 +8,10 @@ from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import LoraConfig
 from mcore_rl.config.run import PlatformConfig
-from mcore_rl.data.index_file import read_sidecar
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import DataError
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import Platform
-from mcore_rl.model.adapters import add_adapters, fill_adapters
 from mcore_rl.model.build import build_model
 from mcore_rl.storage.checkpoints.read import StoredCheckpoint, inspect
 from mcore_rl.storage.checkpoints.write import load_weights, refuse_other_adapters
@@ -54,6 +52,8 @@ def refuse_other_tokenizer(tokenizer: Tokenizer, checkpoint: str | None, field: 
     run = read_run(folder)
     trained_with = run.tokenizer
     if trained_with.path is None:
+        from mcore_rl.data.index_file import read_sidecar  # only runs that begin with a pretraining
+
         for prefix in run.data:
             origin = read_sidecar(prefix)
             if origin is not None and origin.tokenizer_digest != tokenizer.digest:
@@ -89,6 +89,8 @@ def load_model(
     """
     chunks = build_model(model, mesh, platform, settings)
     if lora.is_on:
+        from mcore_rl.model.adapters import add_adapters, fill_adapters  # only models with adapters
+
         add_adapters(chunks, lora, model, seed=0)  # B is 0 until it is filled
     refuse_other_adapters(inspect(source), lora)
     stored = load_weights(chunks, mesh, model, source, allowed=allowed)

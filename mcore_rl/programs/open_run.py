@@ -23,7 +23,6 @@ from mcore_rl.megatron.platform import Platform
 from mcore_rl.metrics.attempts import add_attempt, this_run_attempt
 from mcore_rl.metrics.attempts_file import FILE_NAME, read_attempts
 from mcore_rl.metrics.sinks import open_log, silent_log
-from mcore_rl.model.adapters import describe_adapters, fill_adapters
 from mcore_rl.model.transformer_config import machine_of
 from mcore_rl.planning.memory import device_memory_lines, disk_of, disk_warning
 from mcore_rl.planning.training import training_of
@@ -156,6 +155,8 @@ def _adapters(lora: LoraConfig, model: ModelConfig, state: TrainState, *, is_new
     """Collective over the world: load the adapters of `lora.load` into a new run, and return log lines."""
     if not lora.is_on:
         return []
+    from mcore_rl.model.adapters import describe_adapters, fill_adapters  # only runs that train adapters
+
     lines = [describe_adapters(state.chunks)]
     if lora.load is not None and is_new:
         from mcore_rl.convert.peft import read_peft  # only runs that begin with such adapters

@@ -286,10 +286,10 @@ def load_teachers(
 ) -> "Teachers":
     """Collective over the world: return the run's teachers."""
     from mcore_rl.rl.frozen_model import FrozenModel
-    from mcore_rl.rl.models.reference import Reference
+    from mcore_rl.rl.models.reference import Reference, earlier_policy
     from mcore_rl.rl.models.teachers import Teachers
 
-    state, config, step = run.state, run.state.config, run.state.progress.step
+    state, config = run.state, run.state.config
     teachers: list[FrozenModel | Reference] = []
     for source in sources:
         if source is not None:
@@ -305,24 +305,7 @@ def load_teachers(
             teachers.append(frozen)
             run.log.message(f"teacher: weights of {source.path}")
             continue
-        folder = run.folder.path / "teacher"
-        earlier = Reference(
-            state.chunks,
-            state.mesh,
-            config.model,
-            folder,
-            run.folder.checkpoints,
-            needed_by='rl.distill.teacher="self"',
-            store=distill.store,
-            allowed=config.checkpoint.allow_changes,
-            shares_base=config.lora.is_on,
-            base=run.checkpoints.base,
-        )
-        if step == 0:
-            earlier.set(0)
-        else:
-            run.log.message(f"teacher: {earlier.resume(step)}")
-        teachers.append(earlier)
+        teachers.append(earlier_policy(run, "teacher", "teacher", distill.store, 'rl.distill.teacher="self"'))
     return Teachers(teachers, distill, logprobs, state, updates_per_rollout=updates_per_rollout)
 
 

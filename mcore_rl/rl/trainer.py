@@ -25,7 +25,6 @@ from mcore_rl.rl.rollouts.signal import LearningWarnings, Onset, update_signal
 from mcore_rl.rl.step.learner import Learner
 from mcore_rl.rl.step.losses import staleness_metrics, update_metrics
 from mcore_rl.rl.step.policy_routes import RefusedCompletionsError
-from mcore_rl.rl.step.trace import TokenTrace
 from mcore_rl.rl.types import Prompt, Rollout, WaitingBytes
 from mcore_rl.train.loop import Run, Trainer
 from mcore_rl.train.step import StepReport, take_mtp_losses
@@ -172,7 +171,11 @@ class StepLog:
         """Write samples of the scored completions, and warn of what will not be learned from."""
         self._samples = self._log_samples(rollout)
         group_size = rollout.rewards_PG.shape[1]
-        self._learner.routes.trace = None if self._samples is None else TokenTrace(group_size)
+        self._learner.routes.trace = None
+        if self._samples is not None:
+            from mcore_rl.rl.step.trace import TokenTrace  # only steps whose samples are written
+
+            self._learner.routes.trace = TokenTrace(group_size)
         if rollout.truncation_warning and not self._was_truncated:
             self._run.log.message(rollout.truncation_warning)
         self._was_truncated = rollout.truncation_warning is not None

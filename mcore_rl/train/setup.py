@@ -20,7 +20,6 @@ from mcore_rl.megatron.mesh import Mesh, build_mesh, seed_ranks
 from mcore_rl.megatron.platform import Platform
 from mcore_rl.megatron.routers import routers
 from mcore_rl.metrics.performance import Timers
-from mcore_rl.model.adapters import add_adapters
 from mcore_rl.model.build import build_model, unwrap
 from mcore_rl.model.transformer_config import machine_of
 from mcore_rl.storage.checkpoints.write import weights_state
@@ -76,6 +75,8 @@ def _set_up_model(
     bare = build_model(config.model, mesh, platform, config.platform)
     freeze(bare, trains_routers=not config.freezes_router, trains_mtp=config.trains_mtp)
     if config.lora.is_on:
+        from mcore_rl.model.adapters import add_adapters  # only runs that train adapters
+
         add_adapters(bare, config.lora, config.model, config.train.seed)
     refuse_partly_frozen(bare, mesh)
     flags = run_flags(config, machine_of(platform))

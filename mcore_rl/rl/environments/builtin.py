@@ -8,7 +8,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from mcore_rl.metrics.loggers import optional_package
+from mcore_rl.config.extension import optional_package
 from mcore_rl.rl.environments.interface import Message
 from mcore_rl.rl.rewards.rules import MAX_EXPRESSION, OPERATORS, last_number
 from mcore_rl.rl.rewards.sandbox import Sandbox, SandboxLimits

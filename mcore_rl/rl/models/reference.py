@@ -281,6 +281,30 @@ def forget_references(folder: Path, checkpoints: Path, step: int) -> None:
     delete([folder / _name(old) for old in saved if old < step and old not in needed])
 
 
+def earlier_policy(run: Run, folder: str, role: str, store: Store, needed_by: str = "rl.loss.kl_coeff") -> Reference:
+    """Collective over the world: return the policy of step 0 of a run, or the later one that took its place, which is
+    saved in `folder` of the run's; `role` names it in the log, the others are as for Reference.
+    """
+    config, step = run.state.config, run.state.progress.step
+    earlier = Reference(
+        run.state.chunks,
+        run.state.mesh,
+        config.model,
+        run.folder.path / folder,
+        run.folder.checkpoints,
+        needed_by=needed_by,
+        store=store,
+        allowed=config.checkpoint.allow_changes,
+        shares_base=config.lora.is_on,
+        base=run.checkpoints.base,
+    )
+    if step == 0:
+        earlier.set(0)
+    else:
+        run.log.message(f"{role}: {earlier.resume(step)}")
+    return earlier
+
+
 def load_reference(
     loss: AnyLoss,
     replay: ReplayConfig,
@@ -292,20 +316,5 @@ def load_reference(
     """Collective over the world: return the run's reference policy, at step 0 the policy; None without KL."""
     if not loss.kl_coeff:
         return None
-    config, step = run.state.config, run.state.progress.step
-    reference = Reference(
-        run.state.chunks,
-        run.state.mesh,
-        config.model,
-        run.folder.path / "reference",
-        run.folder.checkpoints,
-        store=loss.reference_store,
-        allowed=config.checkpoint.allow_changes,
-        shares_base=config.lora.is_on,
-        base=run.checkpoints.base,
-    )
-    if step == 0:
-        reference.set(0)
-    else:
-        run.log.message(f"reference policy: {reference.resume(step)}")
+    reference = earlier_policy(run, "reference", "reference policy", loss.reference_store)
     return ReferencePass(reference, loss, replay, logprobs, routes, run.state, updates_per_rollout=updates_per_rollout)

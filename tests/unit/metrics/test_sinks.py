@@ -8,10 +8,10 @@ import torch
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from mcore_rl.config.extension import optional_package
 from mcore_rl.config.run import LogConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.metrics.jsonl import JsonlSink, read_records
-from mcore_rl.metrics.loggers import optional_package
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.metrics.sinks import ConsoleSink, Log, open_log, silent_log
 from mcore_rl.workers.live_line import LIVE_FILE
