@@ -17,25 +17,28 @@ from tests.tokenizer_files import save_tokenizer
 VOCAB_SIZE = 120
 Finished = subprocess.CompletedProcess[str]
 
-CONFIG = """
-run_dir = "{folder}/run"
-[platform]
-deterministic = true
-layers = "torch"
+TINY_MODEL = """
 [model]
 num_layers = 2
 hidden_size = 64
 num_heads = 4
 num_kv_heads = 2
 head_dim = 16
-vocab_size = 120
 vocab_multiple = 16
+moe = {{ num_experts = 4, top_k = 2, ffn_hidden_size = 32 }}
+"""
+"""The section of the model, but for `vocab_size`, which follows it."""
+CONFIG = (
+    """
+run_dir = "{folder}/run"
+[platform]
+deterministic = true
+layers = "torch"
+"""
+    + TINY_MODEL
+    + """vocab_size = 120
 attention_dropout = 0.1
 hidden_dropout = 0.1
-[model.moe]
-num_experts = 4
-top_k = 2
-ffn_hidden_size = 32
 [data]
 train = ["{corpus}/train"]
 valid = ["{corpus}/valid"]
@@ -53,6 +56,7 @@ eval_batches = 2
 [checkpoint]
 interval = 4
 """
+)
 
 
 @pytest.fixture(scope="session")
@@ -104,23 +108,15 @@ def losses(run_dir: Path) -> dict[int, float]:
     return {record["step"]: record["train/loss_nats"] for record in records if "train/loss_nats" in record}
 
 
-RL_CONFIG = """
+RL_CONFIG = (
+    """
 run_dir = "{folder}/rl"
 [platform]
 deterministic = true
 layers = "torch"
-[model]
-num_layers = 2
-hidden_size = 64
-num_heads = 4
-num_kv_heads = 2
-head_dim = 16
-vocab_size = 48
-vocab_multiple = 16
-[model.moe]
-num_experts = 4
-top_k = 2
-ffn_hidden_size = 32
+"""
+    + TINY_MODEL
+    + """vocab_size = 48
 [data]
 chat_template = "raw"
 tokenizer = {{ kind = "huggingface", path = "{folder}/characters" }}
@@ -156,6 +152,7 @@ num_prompts = 4
 [rl.samples]
 interval = 5
 """
+)
 
 
 @pytest.fixture

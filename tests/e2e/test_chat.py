@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.api import read_metrics
+from tests.e2e.conftest import TINY_MODEL
 from tests.forked import CLI, succeed
 from tests.tokenizer_files import save_tokenizer
 
@@ -15,23 +16,14 @@ CHATML = (
     "'\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """The template of Qwen's chat models, without its default system turn."""
-MODEL = """
-run_dir = "{folder}/{name}"
-[model]
-num_layers = 2
-hidden_size = 64
-num_heads = 4
-num_kv_heads = 2
-head_dim = 16
-vocab_size = 40
-vocab_multiple = 16
-[model.moe]
-num_experts = 4
-top_k = 2
-ffn_hidden_size = 64
+MODEL = (
+    'run_dir = "{folder}/{name}"'
+    + TINY_MODEL
+    + """vocab_size = 40
 [optim]
 lr = {lr}
 """
+)
 SFT = (
     MODEL
     + """
