@@ -51,7 +51,11 @@ class Stored(Opaque):
 
 
 class StoredTensor(Stored):
-    """A tensor in `.metadata`, with its `size`, `properties` and `chunks`, as torch's TensorStorageMetadata."""
+    """A tensor in `.metadata`, as torch's TensorStorageMetadata."""
+
+    size: Any
+    properties: Any
+    chunks: Any
 
 
 class StoredMetadata(Stored):
