@@ -245,7 +245,7 @@ def test_both_formats_say_the_same(read, tokenizer):
     ("line", "said"),
     [
         (b"{", "not JSON"),
-        (b"\xff", "not JSON"),
+        (b"\xff", "not UTF-8"),
         (b'{"prompt": "a", "response": "\\ud800"}', "a lone surrogate, which is not text"),
         (b"[]", "a JSON list, wanted an object"),
         ({"text": "a"}, '"text" without turns (keys: text)'),
