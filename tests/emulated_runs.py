@@ -10,6 +10,7 @@ from megatron.core.transformer.moe import fused_a2a
 
 from mcore_rl.cli import doctor
 from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import RopeConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig
 from mcore_rl.megatron.mesh import build_mesh, destroy_mesh
 from mcore_rl.model.transformer_config import transformer_config
@@ -64,9 +65,12 @@ def megatron_flags() -> dict[str, Any]:
     fused_a2a.HAVE_HYBRIDEP = True  # as the import of deep_ep decides
     model = TINY["qwen3_moe"].model_copy(update={"moe": moe})
     config = transformer_config(model, mesh, started, settings)
+    stretched = model.model_copy(update={"rope": RopeConfig(scaling="yarn", factor=4.0)})
+    of_yarn = transformer_config(stretched, mesh, started, settings)
     destroy_mesh()
     platform.stop()
-    return {name: getattr(config, name) for name in MEGATRON_FLAGS}
+    flags = {name: getattr(config, name) for name in MEGATRON_FLAGS}
+    return flags | {"apply_rope_fusion with YaRN": of_yarn.apply_rope_fusion}
 
 
 def train(layers: str = "auto") -> dict[str, Any]:

@@ -175,11 +175,6 @@ def _rope(model: ModelConfig, family: Family) -> Iterator[str]:
     yield from unused("model.rope", rope, (rope.scaling == "none", "factor", 'model.rope.scaling="none"'))
     if rope.scaling != "none" and rope.factor < 1.0:
         yield f"model.rope.factor={rope.factor} would shrink the wavelengths. Set it to 1 or above."
-    if rope.scaling == "yarn" and rope.fraction != 1:
-        yield (
-            f'model.rope.scaling="yarn" with model.rope.fraction={rope.fraction}: Megatron\'s YaRN turns whole '
-            'heads. Use "none".'
-        )
     if not rope.truncate and (rope.scaling != "yarn" or family.is_latent):
         yield (
             "model.rope.truncate=false is supported by YaRN in grouped-query attention only. Set it to true, or use "

@@ -59,8 +59,9 @@ def transformer_config(
     arguments["activation_func"] = ACTIVATIONS[family.activation]
     # TransformerEngine's experts do not support this fusion together with biases.
     arguments["bias_dropout_fusion"] &= not arguments["add_bias_linear"]
-    # Megatron's fused kernel for latent attention only supports YaRN.
-    arguments["apply_rope_fusion"] = platform.layers == "te" and (not family.is_latent or model.rope.scaling == "yarn")
+    # Megatron's fused kernel for latent attention only supports YaRN; the one for grouped queries drops YaRN's factor
+    # on queries and keys if sequences are packed.
+    arguments["apply_rope_fusion"] = platform.layers == "te" and family.is_latent == (model.rope.scaling == "yarn")
     config = MLATransformerConfig(**arguments) if family.is_latent else TransformerConfig(**arguments)
     # Our layers and Megatron's YaRN read these as plain attributes: the config has no fields for them.
     config.layers = platform.layers

@@ -165,7 +165,8 @@ def _settings(args: Mapping[str, Any], model: ModelConfig, family: Family) -> It
 
 def _rope(args: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     if args.get("position_embedding_type") == "yarn":
-        yield "rope.scaling", "yarn"
+        # Megatron-LM's YaRN turns whole heads whatever rotary_percent is.
+        yield from (("rope.scaling", "yarn"), ("rope.fraction", 1.0))
         yield from _yarn(args, "yarn_rotary_scaling_factor", "yarn_")
         if "yarn_correction_range_round_to_int" in args:
             yield "rope.truncate", args["yarn_correction_range_round_to_int"]

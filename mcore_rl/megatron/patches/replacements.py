@@ -241,6 +241,16 @@ def only_tensors_saved(checkpointed_forward: Callable[..., Any]) -> Callable[...
     return wrapped
 
 
+def part_of_head_turned(init: Callable[..., None]) -> Callable[..., None]:
+    """`YarnRotaryEmbedding.__init__` that makes the wavelengths of the turned part of a head only."""
+
+    @functools.wraps(init)
+    def wrapped(self: Any, kv_channels: int, rotary_percent: float = 1.0, *args: Any, **options: Any) -> None:
+        init(self, int(kv_channels * rotary_percent), 1.0, *args, **options)
+
+    return wrapped
+
+
 def permuted_without_waiting(permute: Callable[..., Any]) -> Callable[..., Any]:
     """`permute` that finds the rows of experts by sorting: a mask's true values are counted on the host.
 

@@ -257,6 +257,14 @@ MODEL_PATCHES: tuple[Patch, ...] = (
         "TypeError with packed sequences, whose lengths are an object",
         until="0.19, whose checkpoint captures what is no tensor",
     ),
+    Patch(
+        symbol="megatron.core.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding.__init__",
+        replace=replacements.part_of_head_turned,
+        cause="version",
+        reason="it makes wavelengths for whole heads whatever part of a head is turned: Qwen3.5, GLM-4.5 and "
+        "MiniMax-M2 turn a part, and reach their longest contexts by YaRN",
+        until="it multiplies the width by rotary_percent before it makes them",
+    ),
 )
 
 WAITING_PATCHES: tuple[Patch, ...] = (

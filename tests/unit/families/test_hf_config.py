@@ -229,6 +229,20 @@ def test_the_published_config_of_minimax_m2_which_counts_mtp_modules_that_its_fo
     )
 
 
+LONGER = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 262144}
+
+
+@pytest.mark.parametrize("name", ["Qwen3-Next-80B-A3B", "Qwen3.5-35B-A3B", "GLM-4.5-Air", "MiniMax-M2"])
+def test_a_published_config_with_yarn_as_its_card_adds_it_turns_the_same_part_of_a_head(name: str) -> None:
+    config = PUBLISHED[name]
+    key = "rope_parameters" if "rope_parameters" in config else "rope_scaling"
+    plain = checked_model_from_hf(config)
+    stretched = {"scaling": "yarn", "factor": 4.0, "original_length": 262144}
+    wanted = plain.model_copy(update={"rope": plain.rope.model_copy(update=stretched)})
+    assert plain.rope.fraction < 1
+    assert checked_model_from_hf(config | {key: (config.get(key) or {}) | LONGER}) == wanted
+
+
 def test_the_published_config_of_glm_4_7_flash_and_its_dense_layers_by_either_key() -> None:
     model = ModelConfig(
         family="glm4_moe_lite",
@@ -330,7 +344,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"n_group": 8, "topk_group": 4},
         r"num_groups=8 .* a group has 1 experts, and glm4_moe ranks it by its best 2",
     ),
-    ("glm4_moe", {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}}, "YaRN turns whole heads"),
     ("mixtral", {"sliding_window": 4096}, "sliding_window=4096"),
     ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob=False"),
     ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax'"),

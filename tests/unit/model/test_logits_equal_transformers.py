@@ -23,6 +23,7 @@ from tests.hf_weights import to_global
 
 WITH_DELTA_NETS = ("qwen3_next", "qwen3_next-first-dense", "qwen3_5_moe_text", "qwen3_5_text")
 WITH_INDEXERS = ("deepseek_v32", "deepseek_v32-yarn", "glm_moe_dsa", "glm_moe_dsa-shared")
+TURNED_IN_PART = ("glm4_moe-yarn", "minimax_m2-yarn", "qwen3_next-yarn", "qwen3_5_moe_text-yarn")
 SEEN = 1e-3
 """A mistake changes logits at least so much: fifty times the tolerance."""
 
@@ -47,7 +48,7 @@ def distance(theirs: Oracle, ours: ModelConfig, weights: Tensors, mesh: Mesh, le
     return difference.abs().max().item()
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in WITH_DELTA_NETS])
+@pytest.mark.parametrize("case", [case for case in CASES if case not in WITH_DELTA_NETS + TURNED_IN_PART])
 def test_logits_equal_those_of_transformers(case: str, one_rank: Mesh) -> None:
     theirs = oracle(case)
     # llama3 stretches wavelengths above 2,048 positions: short sequences do not see it.
@@ -74,6 +75,15 @@ def test_logits_of_gated_delta_nets_equal_those_of_transformers(case: str, one_r
     """At 1,500 positions, which are 24 chunks. In fp32 the same differs by 2e-4."""
     theirs = oracle(case)
     assert distance_in_double(theirs, theirs.ours, to_global(theirs.tensors, theirs.ours), one_rank, 1500) <= 1e-5
+
+
+@pytest.mark.matrix("qwen3_next-yarn")
+@pytest.mark.parametrize("case", TURNED_IN_PART)
+def test_logits_of_yarn_on_a_part_of_each_head_equal_those_of_transformers(case: str, one_rank: Mesh) -> None:
+    """At 1,000 positions, of an original context of 16; YaRN's frequencies are rounded to fp32 in two ways."""
+    theirs = oracle(case)
+    assert theirs.ours.rope.fraction in (0.25, 0.5) and theirs.ours.rope.scaling == "yarn"
+    assert distance_in_double(theirs, theirs.ours, to_global(theirs.tensors, theirs.ours), one_rank, 1000) <= 1e-5
 
 
 @pytest.mark.matrix("deepseek_v32-yarn")
@@ -119,6 +129,7 @@ WRONG_CONFIGS: dict[str, tuple[str, str, dict[str, object]]] = {
     "window dropped": ("gpt_oss", "model", {"sliding_window": None}),
     "one position more in the window": ("gpt_oss", "model", {"sliding_window": 8}),
     "yarn's range rounded": ("gpt_oss", "rope", {"truncate": True}),
+    "yarn of whole heads": ("glm4_moe-yarn", "rope", {"fraction": 1.0}),
     "groups of glm4_moe_lite dropped": ("glm4_moe_lite", "moe", {"num_groups": None, "top_groups": None}),
     "scaling factor of glm4_moe_lite dropped": ("glm4_moe_lite", "moe", {"routed_scaling": 1.0}),
     "groups of dots1 dropped": ("dots1", "moe", {"num_groups": None, "top_groups": None}),

@@ -100,6 +100,13 @@ VARIANTS = TINY | {
 }
 
 
+IN_PART = {
+    "glm4_moe stretched": TINY["glm4_moe"].model_copy(
+        update={"rope": RopeConfig(scaling="yarn", factor=4.0, fraction=0.5)}
+    )
+}
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_arguments_of_a_model_are_of_no_other_model(name: str) -> None:
     model = VARIANTS[name]
@@ -148,12 +155,14 @@ def test_the_arguments_of_a_model_are_of_no_other_model(name: str) -> None:
             {"yarn_beta_fast": 8.0, "window_size": (15, 0)},
             ["model.sliding_window is 16 there, 8 here", "model.rope.beta_fast is 8.0 there, 32.0 here"],
         ),
+        # Its YaRN turns whole heads, which rotary_percent does not change.
+        ("glm4_moe stretched", {}, ["model.rope.fraction is 1.0 there, 0.5 here"]),
         ("gpt_oss", {"position_embedding_type": "rope"}, ['model.rope.scaling is "none" there, "yarn" here']),
     ],
     ids=str,
 )
 def test_arguments_of_another_model_are_reported(name: str, args: dict[str, Any], reported: list[str]) -> None:
-    model = VARIANTS[name]
+    model = (VARIANTS | IN_PART)[name]
     changes = args_changes(vars(model_args(model)) | args, model)
     assert list(map(str, changes)) == reported
 
