@@ -57,7 +57,7 @@ KINDS = {
         (LAYERS, "num_hidden_layers"),
         # Where null stands for a default, 0 does not.
         (SIZE, "num_key_value_heads head_dim rotary_dim q_lora_rank n_group topk_group decoder_sparse_step"),
-        (FACTOR, "rope_theta partial_rotary_factor routed_scaling_factor attention_factor"),
+        (FACTOR, "rope_theta partial_rotary_factor routed_scaling_factor attention_factor beta_fast beta_slow"),
         (WHOLE, "hidden_size num_attention_heads vocab_size intermediate_size moe_intermediate_size"),
         (WHOLE, "shared_expert_intermediate_size max_position_embeddings original_max_position_embeddings"),
         (WHOLE, "sliding_window kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"),
@@ -68,7 +68,7 @@ KINDS = {
         (WHOLE, "linear_conv_kernel_dim full_attention_interval"),
         (WHOLE, "index_topk index_n_heads index_head_dim index_topk_freq index_skip_topk_offset"),
         (NUMBER, "rms_norm_eps attention_dropout initializer_range router_aux_loss_coef aux_loss_alpha"),
-        (NUMBER, "factor beta_fast beta_slow mscale mscale_all_dim residual_dropout"),
+        (NUMBER, "factor mscale mscale_all_dim residual_dropout"),
         (FLAG, "tie_word_embeddings attention_bias mlp_bias qkv_bias use_qk_norm norm_topk_prob seq_aux"),
         (FLAG, "use_sliding_window truncate attn_output_gate mtp_use_dedicated_embeddings"),
         (FLAG, "rope_interleave indexer_rope_interleave"),

@@ -1,17 +1,21 @@
 """A config.json of any transformers version gives our config; what Megatron has otherwise is refused by name."""
 
 import copy
+import re
 from collections.abc import Iterator
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
 
+from mcore_rl import families
 from mcore_rl.checks.model import checked_model_from_hf
 from mcore_rl.config.model import IndexerConfig, MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.families import FAMILIES
+from mcore_rl.families.hf_config import KINDS, check_types
 from tests.hf_models import CASES, PUBLISHED, oracle
 from tests.unit.convert.test_shells import CLASSES, whole
 
@@ -156,13 +160,18 @@ def test_an_absent_key_has_transformers_default_or_is_refused(case: str) -> None
     assert compared > 10
 
 
-ZERO = ("routed_scaling_factor", "n_group", "topk_group", "num_key_value_heads", "q_lora_rank", "rope_theta")
+SOURCES = Path(families.__file__).parent
+OR_A_DEFAULT = re.compile(r'\.get\("(\w+)"\) or (?!0|None)')
+DEFAULTED = sorted({key for file in SOURCES.glob("*.py") for key in OR_A_DEFAULT.findall(file.read_text())} & {*KINDS})
 
 
-@pytest.mark.parametrize("key", ZERO)
+@pytest.mark.parametrize("key", [*DEFAULTED, "q_lora_rank"])
 def test_zero_is_not_taken_for_an_absent_value(key: str) -> None:
-    with pytest.raises(ConfigError, match=f"config.json has {key}=0"):
-        checked_model_from_hf(oracle("deepseek_v3").config | {key: 0})
+    """Each key for which a family reads null as a default: `config.get(key) or default` would do so with 0 too."""
+    if key not in ("index_topk_freq", "intermediate_size"):  # transformers takes 0 for 1; a width that nothing has
+        with pytest.raises(ConfigError, match=f"config.json has {key}=0"):
+            check_types({key: 0}, KINDS)
+    assert {"routed_scaling_factor", "n_group", "head_dim", "beta_fast", "rope_theta"} <= {*DEFAULTED}
 
 
 ABSENT = object()
