@@ -28,6 +28,8 @@ from mcore_rl.convert.copying.tensors import (
     OutputDtype,
     TargetTensor,
     TensorSource,
+    chunk_at,
+    fill,
     output_dtype,
     tasks_of,
 )
@@ -67,7 +69,7 @@ from mcore_rl.data.answer_ends import GENERATION_CONFIG
 from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.families import score_config
 from mcore_rl.families.shells import TEXT, shell_of
-from mcore_rl.families.weight_map import AxisRange, copies_into_hf, listed, sizes
+from mcore_rl.families.weight_map import AxisRange, copies_into_hf, listed, sizes, whole
 from mcore_rl.metrics.progress import readable_bytes
 from mcore_rl.storage.checkpoint import SCORE_SHIFT
 from mcore_rl.storage.checksums import as_hex
@@ -89,7 +91,7 @@ class ExportOptions:
     reference: Path | None = None
     """A folder of the same model, from which config, tokenizer and other small files are copied."""
     dtype: OutputDtype = "keep"
-    """Type of the weights; expert biases stay fp32."""
+    """Type of the weights; expert biases stay fp32, or with "keep" in the type that they were imported from."""
     mtp: MtpLayers = "keep"
     """Whether layers for multi-token prediction are kept or left out."""
     quantize: Quantization = "none"
@@ -172,7 +174,11 @@ def _sources(source: Path, dist_model: DistModel, options: ExportOptions) -> Ite
 
 
 def export_targets(dist_model: DistModel, dtype: OutputDtype, reference: HfFolder | None) -> list[TargetTensor]:
-    """Return Hugging Face's tensors in the order of the family's rules, then the duplicates that are written."""
+    """Return Hugging Face's tensors in the order of the family's rules, then the duplicates that are written.
+
+    Expert biases, which Megatron has in fp32, keep the type of the folder that they were imported from while it holds
+    their values: training moves them by less than bf16 can tell.
+    """
     copies = copies_into_hf(dist_model.weights.blocks)
     shapes = dict(dist_model.weights.hf_shapes)
     for duplicate in dist_model.weights.copies:
@@ -180,21 +186,38 @@ def export_targets(dist_model: DistModel, dtype: OutputDtype, reference: HfFolde
         if duplicate.name in reference.tensors if reference else duplicate.written:
             copies[duplicate.name] = copies[duplicate.original]
             shapes[duplicate.name] = shapes[duplicate.original]
-    return [
+    in_fp32 = {name for name in shapes if any(copy.source in dist_model.weights.fp32_keys for copy in copies[name])}
+    targets = [
         TargetTensor(
             name=name,
             shape=shape,
-            dtype=output_dtype(
-                name,
-                copies[name],
-                dtype,
-                dist_model.dtype,
-                is_fp32=any(copy.source in dist_model.weights.fp32_keys for copy in copies[name]),
-            ),
+            dtype=output_dtype(name, copies[name], dtype, dist_model.dtype, is_fp32=name in in_fp32),
             copies=copies[name],
         )
         for name, shape in shapes.items()
     ]
+    if dtype != "keep" or not in_fp32:
+        return targets
+    before, source = _types_before(dist_model, reference), dist_model.source()
+
+    def in_its_type(target: TargetTensor) -> TargetTensor:
+        values = fill(chunk_at(target, whole(target.shape)), source)
+        type_before = before.get(target.name, target.dtype)
+        return replace(target, dtype=type_before) if torch.equal(values.to(type_before).float(), values) else target
+
+    return [in_its_type(target) if target.name in in_fp32 else target for target in targets]
+
+
+def _types_before(dist_model: DistModel, reference: HfFolder | None) -> dict[str, torch.dtype]:
+    """Return the types of the reference's tensors, or else of the import's source, by their names in the family."""
+    if reference is not None:
+        return {name: tensor.dtype for name, tensor in reference.tensors.items()}
+    imported = import_behind(dist_model.folder.path)
+    shell = shell_of(imported.get("config") or {})
+    return {
+        (shell and shell.text_name(name)) or name: getattr(torch, layout.partition(" ")[0].removeprefix("torch."))
+        for name, layout in imported.get("layouts", {}).items()
+    }
 
 
 def _reference(path: Path | None) -> tuple[HfFolder | None, tuple[str, ...]]:

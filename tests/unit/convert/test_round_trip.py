@@ -114,6 +114,24 @@ def test_another_type_rounds_once_and_leaves_the_expert_bias(tmp_path: Path) -> 
     }
 
 
+def test_expert_biases_return_in_the_type_of_the_folder_until_training_has_moved_them(tmp_path: Path) -> None:
+    theirs = oracle("minimax_m2")
+    in_bf16 = {name: tensor.bfloat16() for name, tensor in theirs.tensors.items()}
+    source = write_hf(tmp_path / "hf", theirs.config, in_bf16)
+    checkpoint = imported(source, tmp_path / "ckpt")
+    assert {key for key, t in read_dist(checkpoint).items() if t.dtype == torch.float32} == {
+        "decoder.layers.mlp.router.expert_bias"
+    }
+    assert_same(read_hf(exported(checkpoint, tmp_path / "a")), in_bf16)
+    assert_same(read_hf(exported(checkpoint, tmp_path / "b", reference=source)), in_bf16)
+    # A bias of 1 that has moved by a step of training has no number in bf16; one layer's in fp32 stays there.
+    bias = "model.layers.1.block_sparse_moe.e_score_correction_bias"
+    moved = in_bf16 | {bias: in_bf16[bias].float().clamp(1, 2) + 1e-3}
+    checkpoint = imported(write_hf(tmp_path / "moved", theirs.config, moved), tmp_path / "ckpt of moved")
+    assert_same(read_hf(exported(checkpoint, tmp_path / "c", reference=source)), moved)
+    assert_same(read_hf(exported(checkpoint, tmp_path / "d")), moved)
+
+
 def test_the_manifest_has_the_checksum_of_every_tensor_on_both_sides(tmp_path: Path) -> None:
     source = saved("qwen3_moe", tmp_path / "hf")
     checkpoint = imported(source, tmp_path / "ckpt")

@@ -102,6 +102,15 @@ def test_texts_have_the_logits_of_the_whole_model(name: str, one_rank: Mesh) -> 
     assert (found - wanted).abs().max() <= (2e-4 if name.startswith("qwen3_5") else TOLERANCE)
 
 
+def test_expert_biases_of_a_model_of_images_return_in_its_type(tmp_path: Path) -> None:
+    theirs = whole("glm4v_moe")
+    in_bf16 = {name: tensor.bfloat16() for name, tensor in theirs.tensors.items()}
+    source = write_hf(tmp_path / "hf", theirs.config, in_bf16)
+    checkpoint = imported(source, tmp_path / "ckpt")
+    assert_same(read_hf(exported(checkpoint, tmp_path / "whole", reference=source)), in_bf16)
+    assert_same(read_hf(exported(checkpoint, tmp_path / "text")), of_text(in_bf16))
+
+
 @pytest.mark.matrix("glm4v_moe-as transformers saves")
 @pytest.mark.parametrize("is_published", [False, True], ids=["as transformers saves", "as published"])
 @pytest.mark.parametrize("name", CLASSES)
