@@ -42,6 +42,7 @@ from mcore_rl.storage.checkpoint import (
     MANIFEST,
     MARKER,
     METADATA,
+    OWN_ENTRY,
     find_checkpoint,
     length_fault,
     read_marker,
@@ -49,7 +50,7 @@ from mcore_rl.storage.checkpoint import (
 from mcore_rl.storage.checksums import as_hex, crc32_of
 from mcore_rl.storage.files import with_ending
 from mcore_rl.storage.folders import is_hf, read_json
-from mcore_rl.storage.foreign import load_metadata
+from mcore_rl.storage.foreign import load_common, load_metadata
 
 NOT_READ = "names, shapes and sizes; the tensors are not read (mcore-rl check compares them with their checksums)"
 """The entry `checked`, so that a list of tensors is not mistaken for a check of their values."""
@@ -233,7 +234,8 @@ def _plan_checkpoint(path: Path) -> CheckPlan:
         title = f"{path}: no {MARKER}, so that only the checksums inside of the archives are known"
         more = sorted(file.name for file in path.iterdir() if file.name not in present)
         unknown = [partial(_unknown, path / name) for name in more]
-        return CheckPlan(title=title, checks=[*(by_parts or [partial(_missing, METADATA)]), *unknown])
+        lost = [partial(_missing, MARKER)] if _is_ours(path) else []
+        return CheckPlan(title=title, checks=[*lost, *(by_parts or [partial(_missing, METADATA)]), *unknown])
     try:
         marker = read_marker(path)
     except DamagedCheckpointError as error:
@@ -254,6 +256,15 @@ def _plan_checkpoint(path: Path) -> CheckPlan:
         ]
         + [partial(_unknown, path / name) for name in later],
     )
+
+
+def _is_ours(path: Path) -> bool:
+    """Return whether a checkpoint without a marker was written by this program, which writes a marker last."""
+    try:
+        common = load_common((path / COMMON).read_bytes(), COMMON) if (path / COMMON).is_file() else {}
+    except CheckpointError:
+        common = {}
+    return OWN_ENTRY in common or (path / MANIFEST).is_file()
 
 
 def _checked_by_marker(

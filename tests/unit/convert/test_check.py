@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 from mcore_rl.cli.cli import main
@@ -75,11 +76,36 @@ def test_a_damaged_tensor_is_named_whether_the_marker_knows_its_file_or_not(
     status, output = check(copy, capsys)
     line = next(line for line in output.splitlines() if place.relative_path in line)
     assert status == 1 and line.endswith(f"DAMAGED: not the bytes that were written: {key}")
-    # As Megatron-LM writes it, and a version of this program that recorded no checksums of files.
-    (copy / "checkpoint.json").unlink()
+    without_ours(copy)
     status, output = check(copy, capsys)
     assert status == 1 and "no checkpoint.json, so that only the checksums inside of the archives" in output
     assert line in output and "nothing was recorded when it was written; it can be read" in output
+
+
+def without_ours(checkpoint: Path) -> None:
+    """Leave what Megatron-LM writes: no marker, no manifest, and no entry of this program in common.pt."""
+    for name in ("checkpoint.json", "manifest.json"):
+        (checkpoint / name).unlink()
+    common = torch.load(checkpoint / "common.pt", weights_only=False)
+    del common["mcore_rl"]
+    torch.save(common, checkpoint / "common.pt")
+
+
+@pytest.mark.parametrize("without", ["", "manifest.json", "common.pt"])
+def test_a_checkpoint_of_this_program_without_its_marker_is_damaged_and_one_of_megatron_lm_is_not(
+    without: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "iter_0000000"
+    shutil.copytree(checkpoint, copy)
+    for name in filter(None, ("checkpoint.json", without)):
+        (copy / name).unlink()
+    status, output = check(copy, capsys)
+    assert status == 1 and "checkpoint.json  -  DAMAGED: it is missing" in output
+    assert "files: checkpoint.json. Take another copy." in output.replace("\n", " ")
+    if not without:
+        shutil.copyfile(checkpoint / "checkpoint.json", copy / "checkpoint.json")
+        without_ours(copy)
+        assert check(copy, capsys)[0] == 0
 
 
 def test_missing_and_cut_files_and_what_came_later_are_named(
