@@ -26,6 +26,7 @@ from mcore_rl.errors import CheckpointError
 from mcore_rl.families import family_of, weight_map
 from mcore_rl.families.rules import packed_rows
 from mcore_rl.families.weight_map import AxisRange, Copies, Region, RegionCopy, WeightBlock, WeightMap, listed
+from mcore_rl.storage.files import POINTER_REMEDY, is_lfs_pointer
 from mcore_rl.storage.folders import read_json
 
 AdapterLayout = Literal["each", "fused"]
@@ -284,7 +285,8 @@ def read_peft(folder: Path, lora: LoraConfig, model: ModelConfig) -> dict[str, T
     try:
         tensors = load_file(folder / TENSORS)
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{folder / TENSORS} cannot be read: {error}. Copy it again.") from error
+        remedy = POINTER_REMEDY if is_lfs_pointer(folder / TENSORS) else "Copy it again."
+        raise CheckpointError(f"{folder / TENSORS} cannot be read: {error}. {remedy}") from error
     if broken := [name for name, tensor in tensors.items() if not is_finite(tensor.float())]:
         raise CheckpointError(
             f"{folder / TENSORS} has values that are infinite or NaN:\n{listed(broken)}\nTake another copy."

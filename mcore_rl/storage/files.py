@@ -39,6 +39,10 @@ RUN_RECORDS = ("run.json", "writer.json", "metrics.jsonl")
 """A run's folder contains at least one of these files from its first second on."""
 RUN_CONTENT = ("checkpoints", "config.toml")
 """A run's folder also contains at least one of these entries."""
+READ = (".json", ".jinja", ".model", ".safetensors", ".txt")
+"""Endings of the files of a model's folder that are read."""
+POINTER = b"version https://git-lfs"
+POINTER_REMEDY = "It is a pointer of Git LFS, without the content: fetch that with `git lfs pull`."
 Stamps = Mapping[str, Sequence[int]]
 """Inode, size and times of each file below a folder, by relative path: while they are the same, so is the content."""
 
@@ -496,3 +500,26 @@ def unfinished_download(folder: Path) -> str:
         places.append(folder.absolute().parents[1] / "blobs")
     parts = sorted(part for place in places for part in place.rglob("*.incomplete"))
     return f" Its download is unfinished ({parts[0]}): `hf download` goes on with it." if parts else ""
+
+
+def is_lfs_pointer(file: Path) -> bool:
+    """Return whether a file is Git's pointer to a file that Git LFS stores; False for one that cannot be read."""
+    with suppress(OSError), file.open("rb") as opened:
+        return opened.read(len(POINTER)) == POINTER
+    return False
+
+
+def refuse_absent_content(folder: Path) -> None:
+    """Raise CheckpointError for a file of a model's folder without its content: a pointer of Git LFS, or a link to
+    nothing, as the hub's cache has them where its blobs were deleted. A folder without the file, such as the tokenizer,
+    might pass for another model.
+    """
+    for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if entry.suffix in READ and entry.is_symlink() and not os.path.exists(entry):
+            raise CheckpointError(
+                f"{entry} is a link to {os.readlink(entry)}, which is not there: a part of the download is missing. "
+                f"Give `hf download` again, or put the file there.{unfinished_download(folder)}"
+            )
+        # Weights are looked at where they are read: a folder may have further ones, which were not fetched.
+        if entry.suffix in READ and entry.suffix != ".safetensors" and entry.is_file() and is_lfs_pointer(entry):
+            raise CheckpointError(f"{entry} holds no data. {POINTER_REMEDY}")

@@ -1,11 +1,11 @@
 """Folders that hold models: Hugging Face's, checkpoints, runs and imports, and their own descriptions of the model."""
 
 import json
-import os
 import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
@@ -21,14 +21,16 @@ from mcore_rl.families import family_of, model_from_hf
 from mcore_rl.families.hf_config import num_mtp_layers
 from mcore_rl.families.shells import text_config
 from mcore_rl.storage.checkpoint import MARKER, Marker, find_checkpoint, path_of_step, read_marker
-from mcore_rl.storage.files import sizes_and_times, unfinished_download
+from mcore_rl.storage.files import (
+    POINTER_REMEDY,
+    is_lfs_pointer,
+    refuse_absent_content,
+    sizes_and_times,
+    unfinished_download,
+)
 
-POINTER = b"version https://git-lfs"
-POINTER_REMEDY = "It is a pointer of Git LFS, without the content: fetch that with `git lfs pull`."
 NOT_JSON = (ValueError, RecursionError, MemoryError)
 """Exceptions that parsing JSON raises; the last two on crafted texts."""
-READ = (".json", ".jinja", ".model", ".safetensors", ".txt")
-"""Endings of the files of a folder that are read."""
 READ_JSON = (
     "config.json",
     "generation_config.json",
@@ -46,10 +48,14 @@ def is_hf(path: Path) -> bool:
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file. Raises CheckpointError if it cannot be read or is not JSON."""
+    """Return the content of a JSON file.
+
+    Raises:
+        CheckpointError: It cannot be read, is not JSON, or an object in it has a key twice.
+    """
     refuse_special_file(path)
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=partial(once_each, path))
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be read: {error.strerror}. Let this user read it, or take another copy."
@@ -59,22 +65,23 @@ def read_json(path: Path) -> Any:
         raise CheckpointError(f"{path} is not JSON: {error or 'too large'}. {remedy}") from error
 
 
+def once_each(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of a JSON file. Raises CheckpointError if it has a key twice, of which programs take either."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise CheckpointError(
+                f"{path} has {key} twice in one object, as {str(found[key])[:50]} and as {str(value)[:50]}: which of "
+                "them counts depends on the program that reads it. Keep the one that belongs to the weights."
+            )
+        found[key] = value
+    return found
+
+
 def refuse_special_file(path: Path) -> None:
     """Raise CheckpointError for a pipe or device, which could be read forever; a path that does not exist passes."""
     if path.exists() and not path.is_file():
         raise CheckpointError(f"{path} is no regular file, but a folder, pipe or device. Put the file itself there.")
-
-
-def refuse_dangling_links(folder: Path) -> None:
-    """Raise CheckpointError for a file of a folder that is a link to nothing, as the hub's cache has them where its
-    blobs were deleted: a folder without the file, such as the tokenizer, might pass for another model.
-    """
-    for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if entry.suffix in READ and entry.is_symlink() and not os.path.exists(entry):
-            raise CheckpointError(
-                f"{entry} is a link to {os.readlink(entry)}, which is not there: a part of the download is missing. "
-                f"Give `hf download` again, or put the file there.{unfinished_download(folder)}"
-            )
 
 
 def refuse_cut_off(file: Path) -> None:
@@ -118,12 +125,6 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{folder}/config.json is no JSON object. Take the config.json that belongs to the weights."
         )
     return config
-
-
-def is_lfs_pointer(file: Path) -> bool:
-    """Return whether a file is Git's pointer to a file that Git LFS stores."""
-    with file.open("rb") as opened:
-        return opened.read(len(POINTER)) == POINTER
 
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -203,7 +204,7 @@ def read_model_folder(path: Path, family: str | None = None) -> ModelFolder:
     """
     if (path / "config.toml").is_file():
         return read_run(path)
-    refuse_dangling_links(path)
+    refuse_absent_content(path)
     if (path / "config.json").is_file() and not (path / MARKER).exists():
         return ModelFolder(
             path=path,

@@ -6,6 +6,7 @@ import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,20 @@ from mcore_rl.data.chat_template import MORE_TEMPLATES
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.weight_map import Shape, listed
 from mcore_rl.storage.checkpoint import FORMAT_FILE, MANIFEST, MARKER
-from mcore_rl.storage.files import sizes_and_times, unfinished_download
+from mcore_rl.storage.files import (
+    POINTER_REMEDY,
+    is_lfs_pointer,
+    refuse_absent_content,
+    sizes_and_times,
+    unfinished_download,
+)
 from mcore_rl.storage.folders import (
     NOT_JSON,
-    POINTER_REMEDY,
     hub_cache_fault,
-    is_lfs_pointer,
+    once_each,
     read_config,
     read_json,
     refuse_cut_off,
-    refuse_dangling_links,
     refuse_special_file,
 )
 
@@ -95,7 +100,7 @@ class HfFolder:
 def open_hf(path: Path) -> HfFolder:
     """Return the tensors of a folder or file. Raises CheckpointError for missing, truncated or inconsistent files."""
     folder = path if path.is_dir() else path.parent
-    refuse_dangling_links(path)
+    refuse_absent_content(path)
     files = [path.name] if path.is_file() else _files(path)
     # transformers would load the adapter's base and apply the adapter; we would ignore or misread its tensors.
     if adapter := [name for name in ADAPTER_FILES if (folder / name).exists()]:
@@ -217,7 +222,7 @@ def _header(file: Path) -> tuple[dict[str, Any], int, int, str]:
             f"{file} cannot be read: {error.strerror}. Let this user read it, or take another copy."
         ) from error
     try:
-        header = json.loads(raw)
+        header = json.loads(raw, object_pairs_hook=partial(once_each, file))
     except NOT_JSON:
         header = None
     if not isinstance(header, dict):
@@ -275,6 +280,7 @@ def small_files(folder: Path) -> dict[str, Path]:
         and not file.name.startswith(".")
         and not (file.name.endswith(WEIGHT_FILES) or file.name in NOT_COPIED)
     }
+    refuse_absent_content(folder)
     for file in found.values():
         refuse_cut_off(file)
     return found

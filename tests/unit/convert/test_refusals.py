@@ -55,6 +55,21 @@ def rewritten(change: Callable[[bytes], bytes], name: str = SECOND) -> Edit:
     return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
 
 
+def again(name: str, key: str, value: object) -> Edit:
+    """Write a key a second time, with another value, before the same key in an object of a JSON file."""
+    entry, second = f'"{key}":'.encode(), f'"{key}": {json.dumps(value)}, "{key}":'.encode()
+    return rewritten(lambda data: data.replace(entry, second, 1), name)
+
+
+def twice_in_its_header(data: bytes) -> bytes:
+    """Repeat the first tensor of a shard's header."""
+    length = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + length])
+    name = next(name for name in header if name != "__metadata__")
+    text = f"{{{json.dumps(name)}: {json.dumps(header[name])}, ".encode() + data[9 : 8 + length]
+    return struct.pack("<Q", len(text)) + text + data[8 + length :]
+
+
 def headed(**first: object) -> Edit:
     """Write other entries of a shard's first tensor into its header, before the same bytes."""
 
@@ -136,7 +151,17 @@ REFUSED: list[tuple[str, Edit | dict[str, Any], str]] = [
     ("qwen3_moe", as_pipe, "names files that are not there"),
     ("qwen3_moe", both(as_pipe, without(INDEX)), f"{SECOND} is no regular file"),
     ("qwen3_moe", added("config.json", "[" * 10**6), "is not JSON"),
-    ("qwen3_moe", added("config.json", LFS), "config.json is not JSON.*pointer of Git LFS"),
+    ("qwen3_moe", added("config.json", LFS), "config.json holds no data. It is a pointer of Git LFS"),
+    ("qwen3_moe", added("tokenizer.json", LFS), "tokenizer.json holds no data. It is a pointer of Git LFS"),
+    ("qwen3_moe", added("tokenizer.model", LFS), "tokenizer.model holds no data. It is a pointer of Git LFS"),
+    (
+        "qwen3_moe",
+        again("config.json", "head_dim", 12),
+        "config.json has head_dim twice in one object, as 12 and as 24",
+    ),
+    ("qwen3_moe", again("config.json", "rope_theta", 3), "has rope_theta twice in one object, as 3 and as 10000.0"),
+    ("qwen3_moe", again(INDEX, HEAD, "x"), f"{INDEX} has {HEAD} twice in one object"),
+    ("qwen3_moe", rewritten(twice_in_its_header), f"{SECOND} has .* twice in one object"),
     ("qwen3_moe", without("config.json"), "no config.json"),
     (
         "qwen3_moe",
