@@ -24,7 +24,7 @@ from mcore_rl.errors import (
     McoreRlError,
     error_text,
 )
-from mcore_rl.storage.files import disk_error
+from mcore_rl.storage.files import disk_error, open_standard_streams
 
 COMMAND_GROUPS = {"train": TRAIN, "data": DATA, "models": MODELS, "cluster": CLUSTER, "look": LOOK}
 """All commands by subject, in the order of the overview."""
@@ -40,6 +40,7 @@ ALL_FIELDS = "--help-all"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the console script; return its status (EXIT_STATUSES in errors.py) or that of the first rank that failed."""
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    open_standard_streams()
     # Like standard error, show letters that the terminal's encoding lacks by their code.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")

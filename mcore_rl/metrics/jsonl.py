@@ -9,22 +9,27 @@ A number that is not finite is written as the string "nan", "inf" or "-inf", sin
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from mcore_rl.errors import DataError
 from mcore_rl.metrics.metric_table import Reported
-from mcore_rl.storage.files import written_atomically
+from mcore_rl.storage.files import is_elsewhere, written_atomically
 
 FILE_NAME = "metrics.jsonl"
 
 
 class JsonlSink:
-    """Sink that appends to metrics.jsonl and flushes every line; steps after `resume_step` are dropped first."""
+    """Sink that appends to metrics.jsonl and flushes every line; steps after `resume_step` are dropped first.
+
+    A file that is deleted or moved meanwhile is begun anew, with an event that says so.
+    """
 
     def __init__(self, path: Path, resume_step: int) -> None:
         num_torn = keep_until(path, resume_step) if path.exists() else 0
+        self._path = path
         self._file = path.open("a", encoding="utf-8")
         if num_torn:
             self.message(resume_step, "torn lines removed from metrics.jsonl", {"lines": num_torn})
@@ -42,6 +47,11 @@ class JsonlSink:
         self._file.close()
 
     def _line(self, step: int, fields: Mapping[str, object]) -> None:
+        if is_elsewhere(self._file, self._path):
+            self._file.close()
+            self._file = self._path.open("a", encoding="utf-8")
+            sys.stderr.write(f"warning: {self._path} was deleted or moved: a new one begins at step {step}\n")
+            self.message(step, "metrics.jsonl was deleted or moved: the records before are not here", {})
         values = {name: _json_value(value) for name, value in fields.items()}
         record = {"step": step, "time": round(time.time(), 3), **values}
         self._file.write(json.dumps(record, allow_nan=False) + "\n")

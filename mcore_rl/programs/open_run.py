@@ -71,9 +71,9 @@ def open_run(
 ) -> Iterator[Run]:
     """Collective over the world: become the only writer of `config.run_dir`, and resume the run in the folder.
 
-    Inside, SIGTERM, SIGUSR1 and a file STOP in the folder end the run after the current step, and a rank ends itself if
-    its start, a step or a save takes longer than `train.hang_start_s`, `hang_s` or `hang_save_s`. On exit, the log is
-    closed and the folder has no writer.
+    Inside, SIGTERM, SIGUSR1, SIGHUP and a file STOP in the folder end the run after the current step, and a rank ends
+    itself if its start, a step or a save takes longer than `train.hang_start_s`, `hang_s` or `hang_save_s`. On exit,
+    the log is closed and the folder has no writer.
 
     Args:
         config: The config, checked for this world.

@@ -22,7 +22,8 @@ from typing import Any, Literal, Self
 import psutil
 import torch
 
-from mcore_rl.workers.process_tree import END_TREE, REQUESTS, supervise
+from mcore_rl.workers.forked_rank import STOP_SIGNALS
+from mcore_rl.workers.process_tree import END_TREE, supervise
 
 MAX_TEXT = 2000
 """Longest error text or reason that a worker sends, in characters; longer text is cut in the middle."""
@@ -286,7 +287,7 @@ def _serve(pipe: Connection, work: Work, timeout_s: float, max_memory_gib: float
     """Serve jobs until the parent closes its end of the pipe or dies."""
     gc.enable()
     torch.set_num_threads(1)  # a forked process has no OpenMP threads, and user code may compute
-    for number in REQUESTS:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, even inside C code
     # It warns that its own timeouts are off; ours are on.

@@ -12,10 +12,12 @@ import json
 import os
 import shutil
 import stat
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO, Any
 
 from mcore_rl.errors import CheckpointError, ConfigError, DataError, TrainingError
 
@@ -141,6 +143,25 @@ def create_atomically(path: Path, content: bytes | str) -> bool:
         scratch.unlink(missing_ok=True)
     flush_to_disk(path.parent)
     return True
+
+
+def open_standard_streams() -> None:
+    """Open /dev/null in place of each standard stream that is closed: a file that is opened next would get its
+    descriptor, and with it what other programs and libraries print.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(null, True)
+            setattr(sys, name, os.fdopen(null, mode))
+
+
+def is_elsewhere(file: IO[Any], path: Path) -> bool:
+    """Return whether the open file is no longer the file at `path`, because somebody has deleted or moved it."""
+    try:
+        return not os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return True
 
 
 @contextmanager

@@ -29,20 +29,18 @@ from mcore_rl.train.run_folder import Fence, RunFolder
 from mcore_rl.train.saving import Checkpoints
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import StepReport, evaluate, refuse_no_gradient, take_mtp_losses, train_step
+from mcore_rl.workers.forked_rank import stop_signals
 from mcore_rl.workers.launcher import STOPPING, TRAINING, note_stage
 from mcore_rl.workers.watchdog import Watchdog
 
-BEFORE_TRAINING = (signal.SIGTERM, signal.SIGUSR1)
-SIGNALS = (*BEFORE_TRAINING, signal.SIGINT)
-FILE_FOUND = 1
-"""Value that ranks exchange for the file; 0 means no request, and larger values are signal numbers."""
+FILE_FOUND = signal.NSIG
+"""Value that ranks exchange for the file; 0 means no request, and values between are signal numbers."""
 
 Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class StopRequest:
-    """Context in which SIGTERM, SIGUSR1 and SIGINT are recorded as requests instead of ending the process; a file is a
-    request too.
+    """Context in which STOP_SIGNALS are recorded as requests instead of ending the process; a file is a request too.
 
     SIGINT (Ctrl-C) is recorded only from the first step on: before it nothing can be lost, and the user is waiting.
     """
@@ -54,10 +52,10 @@ class StopRequest:
         self._is_training = False
 
     def __enter__(self) -> "StopRequest":
-        for number in SIGNALS:
+        for number in stop_signals():
             self._before[number] = signal.getsignal(number)
-        for number in BEFORE_TRAINING:
-            signal.signal(number, self._record)
+            if number != signal.SIGINT:
+                signal.signal(number, self._record)
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:

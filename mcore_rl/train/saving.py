@@ -124,10 +124,13 @@ class Checkpoints:
     def save(self) -> None:
         """Save the current state. With asynchronous saving, `poll` or `finish` completes the checkpoint.
 
-        A state that is already saved is not saved again. A save in progress is awaited first.
+        A state that is already saved is not saved again, unless its checkpoint is deleted. A save in progress is
+        awaited first.
         """
         step = self._state.progress.step
-        if step == self._saved_step or (self._pending is not None and step == self._pending.step):
+        if self._pending is not None and step == self._pending.step:
+            return
+        if step == self._saved_step and on_rank_zero(path_of_step(self._folder, step).exists):
             return
         self._wait_for_pending()
         # Memory that leaves the device at the end stays in a forked writer's memory.
@@ -457,7 +460,7 @@ class Checkpoints:
         self._fence.check_here()
         path = self._folder / f"{WRITING}{self._state.progress.step:07d}_{time.time_ns():x}"
         with checkpoint_errors_explained(path, "making"):
-            path.mkdir()
+            path.mkdir(parents=True)  # the user may delete the folder between two saves
         return path
 
     def _failure(self, save: _Save, error: CheckpointError) -> CheckpointError:

@@ -13,12 +13,11 @@ from typing import Generic, NoReturn, TypeVar
 import torch
 
 from mcore_rl.errors import McoreRlError
-from mcore_rl.workers.forked_rank import die_with
+from mcore_rl.workers.forked_rank import STOP_SIGNALS, die_with
 
 T = TypeVar("T")
 RETURNED, FAILED, RAISED = 0, 1, 2
 """The exit statuses of the child."""
-IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class ForkedCallError(Exception):
@@ -75,7 +74,7 @@ def _live_as_child(parent: int, report: int, function: Callable[[], object]) -> 
     status, content = FAILED, b""
     try:
         die_with(parent)
-        for number in IGNORED:
+        for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # a request to stop is for the parent, which waits for us
         gc.disable()  # the garbage includes the parent's tensors on the GPU
         torch.set_num_threads(1)  # OpenMP's threads were not copied

@@ -26,6 +26,13 @@ DEVICES = {
 }
 """Device files of the accelerators that a build of torch may use; the last is for Windows' Linux."""
 PR_SET_PDEATHSIG = 1
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+"""Requests to stop a run; SIGHUP comes when its terminal is closed."""
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """Return the requests to stop that this process obeys: not SIGHUP where it is ignored, as `nohup` makes it."""
+    return tuple(n for n in STOP_SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN)
 
 
 def imported(modules: Sequence[str], threads: str | None) -> bool:

@@ -12,14 +12,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import IO, NoReturn
 
 from mcore_rl.errors import INTERRUPTED_STATUS, REFUSED_STATUS
-from mcore_rl.storage.files import NOT_WRITER, full_disk_explained
+from mcore_rl.storage.files import NOT_WRITER, full_disk_explained, is_elsewhere
 from mcore_rl.workers.failures import (
     FAILURES,
     Failure,
@@ -34,11 +34,10 @@ from mcore_rl.workers.failures import (
     rank_failure,
     signal_name,
 )
-from mcore_rl.workers.forked_rank import PR_SET_PDEATHSIG, THREADS, ForkedRank, imported
+from mcore_rl.workers.forked_rank import PR_SET_PDEATHSIG, THREADS, ForkedRank, imported, stop_signals
 from mcore_rl.workers.live_line import LIVE_FILE, LiveLine
 from mcore_rl.workers.signed_store import SECRET_FILE, write_secret
 
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 POLL_S = 0.05
 GRACE_S = 5.0
 """Seconds that a rank may take to end after SIGTERM."""
@@ -106,6 +105,7 @@ def world_size_of_launcher() -> int:
 def note_stage(stage: str) -> None:
     """Report TRAINING or STOPPING to `launch_local`, if it started this rank."""
     if path := os.environ.get(STAGE_FILE):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)  # the user may delete logs while they grow
         Path(path).write_text(stage, encoding="utf-8")
 
 
@@ -121,10 +121,10 @@ def launch_local(
     """Run `python -m module *args` as ranks of this machine; return the exit status of the first failure, or 0.
 
     Rank 0 also writes to this console; `log_dir/rank_K.log` has all of rank K. The first failure is shown, and written
-    to `log_dir/failure.json`, and the other ranks are ended. SIGTERM, SIGINT and SIGUSR1 are passed on to ranks that
-    train, which then stop and save; while they are starting each of the three ends them at once. After a save on Ctrl-C
-    the status is 130. No rank outlives this process. To be called in the main thread. A disk that is full before there
-    are ranks is a TrainingError; a disk that fills up later costs the logs their next lines, and nothing else.
+    to `log_dir/failure.json`, and the other ranks are ended. SIGTERM, SIGINT, SIGUSR1 and SIGHUP are passed on to ranks
+    that train, which then stop and save; while they are starting each of the four ends them at once. After a save on
+    Ctrl-C the status is 130. No rank outlives this process. To be called in the main thread. A disk that is full before
+    there are ranks is a TrainingError; a disk that fills up later costs the logs their next lines, and nothing else.
 
     Several ranks begin as copies of this process once it has imported `imports` (forked_rank.py), if that is safe, and
     so does a single rank if this process has imported them already. In both cases `refuse` is called first and raises
@@ -250,7 +250,7 @@ def _start(
     """
     with log.open("wb") as file:
         if is_forked:
-            return _Rank(ForkedRank(module, args, environment, None if is_first else file, FORWARDED), log)
+            return _Rank(ForkedRank(module, args, environment, None if is_first else file, stop_signals()), log)
         process = subprocess.Popen(
             [sys.executable, "-m", module, *args],
             env=environment,
@@ -278,11 +278,18 @@ def dies_with_parent() -> Callable[[], None] | None:
 
 
 def _tee(pipe: IO[bytes], console: IO[bytes], log: Path, live: LiveLine) -> None:
-    """Copy `pipe` to its end; a closed console (`| head`) does not stop the log, nor a full disk the rank."""
+    """Copy `pipe` to its end; a closed console (`| head`) does not stop the log, nor a full disk the rank. A log that
+    is deleted is opened anew.
+    """
     has_console = has_room = True
-    with pipe, log.open("ab", buffering=0) as file:
+    with pipe, ExitStack() as opened:
+        file = opened.enter_context(log.open("ab", buffering=0))
         while chunk := os.read(pipe.fileno(), 1 << 16):
             try:
+                if is_elsewhere(file, log):
+                    log.parent.mkdir(parents=True, exist_ok=True)
+                    file = opened.enter_context(log.open("ab", buffering=0))
+                    _write_line(f"warning: {log} was deleted or moved: a new one begins here.")
                 rest = memoryview(chunk)
                 while rest:  # of what has no room the part that has is written, without an error
                     rest = rest[file.write(rest) :]
@@ -302,7 +309,7 @@ def _tee(pipe: IO[bytes], console: IO[bytes], log: Path, live: LiveLine) -> None
 
 @contextmanager
 def _handled_signals(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    before = {number: signal.signal(number, handle) for number in FORWARDED}
+    before = {number: signal.signal(number, handle) for number in stop_signals()}
     try:
         yield
     finally:
@@ -339,11 +346,12 @@ def _wait(
 ) -> int:
     """Return the exit status once all ranks have ended well, a rank has failed, or the user does not want to wait."""
     passed_on: list[int] = []
-    oom = OomKills()
+    oom, has_trained = OomKills(), False
     failed_s: float | None = None
     unwritten: list[Failure] = []
     while True:
         live.poll()
+        has_trained = has_trained or stage.exists()  # noted now, as the user may delete the file with the logs
         if meanwhile is not None:
             meanwhile()
         while caught:
@@ -353,7 +361,7 @@ def _wait(
                 _kill(ranks)
                 _write_line("Ended at once. The same command goes on from the last complete checkpoint.")
                 return INTERRUPTED_STATUS
-            if not stage.exists():
+            if not has_trained:
                 _kill(ranks)
                 return _ended_while_starting(number)
             if number == signal.SIGINT:
@@ -402,7 +410,8 @@ def _note_the_dead(
             continue
         rank.is_noted = True
         _join_tees([rank], CLAIM_S)  # a child of the rank may keep its output open
-        tail = rank.log.read_text(errors="replace").rstrip().splitlines()[-LOG_TAIL_LINES:]
+        output = rank.log.read_text(errors="replace") if rank.log.exists() else ""  # it may be deleted
+        tail = output.rstrip().splitlines()[-LOG_TAIL_LINES:]
         if code < 0:
             failure = replace(rank_death(i, -code, oom), text="\n".join(tail))
         else:
@@ -414,8 +423,9 @@ def _note_the_dead(
 
 
 def _write_line(line: str) -> None:
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()
+    with suppress(OSError):  # its terminal may be closed
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()
 
 
 def _report(cause: Failure, rank: _Rank) -> None:

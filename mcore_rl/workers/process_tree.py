@@ -19,17 +19,15 @@ from typing import NoReturn
 
 import psutil
 
-from mcore_rl.workers.forked_rank import end_by_signal
+from mcore_rl.workers.forked_rank import STOP_SIGNALS, end_by_signal
 
 END_TREE = signal.SIGRTMIN
 """Signal that ends a supervised process with its descendants. It has no other sender: requests to stop a job reach all
-of its processes as SIGINT, SIGTERM or SIGUSR1."""
+of its processes as STOP_SIGNALS."""
 POLL_S = 0.5
 """Seconds between checks that the process that asked for the work still runs."""
 MAX_KILLING_S = 5.0
 """Seconds after which descendants that do not end, for example because of a broken disk, are left."""
-REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Requests to stop, which are meant for the process that asked for the work."""
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -45,7 +43,7 @@ def supervise(work: Callable[[], None], parent: int, *, after_start: Callable[[]
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it ends by the child's signal, which dumped already
-    for number in REQUESTS:
+    for number in STOP_SIGNALS:  # meant for the process that asked for the work
         signal.signal(number, signal.SIG_IGN)
     awaited = {signal.SIGCHLD, END_TREE}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)

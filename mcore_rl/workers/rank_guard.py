@@ -26,7 +26,7 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors.handlers import get_error_handler
 
 from mcore_rl.errors import HUNG_STATUS, INTERRUPTED_STATUS, REFUSED_STATUS, McoreRlError, error_text
-from mcore_rl.storage.files import disk_error
+from mcore_rl.storage.files import disk_error, open_standard_streams
 from mcore_rl.workers.failures import Failure, Order, collected_in, first_cause, note_failure, rank_failure
 from mcore_rl.workers.launcher import rank_of_launcher, world_size_of_launcher
 from mcore_rl.workers.signed_store import SignedStore, secret_of_launcher
@@ -53,6 +53,7 @@ def rank_guard() -> AbstractContextManager[None]:
     The failing process has exit status 1, or 2 and no traceback if the user can fix the error (McoreRlError). To be
     entered once in the life of a process: the store ends with it.
     """
+    open_standard_streams()
     world_size = world_size_of_launcher()
     if world_size > 1 and "MASTER_PORT" in os.environ:
         return _Guard(rank_of_launcher(), world_size)

@@ -16,8 +16,8 @@ from collections.abc import Sequence, Set
 from mcore_rl.errors import INTERRUPTED_STATUS
 from mcore_rl.workers.binding import bind
 from mcore_rl.workers.failures import OomKills, Order, has_noted, note_failure, rank_death, rank_failure
-from mcore_rl.workers.forked_rank import die_with, end_by_signal
-from mcore_rl.workers.launcher import FORWARDED, raise_open_files, rank_of_launcher
+from mcore_rl.workers.forked_rank import die_with, end_by_signal, stop_signals
+from mcore_rl.workers.launcher import raise_open_files, rank_of_launcher
 
 
 def main(argv: Sequence[str]) -> int:
@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.flush()
     # They stay blocked, and `_ended` takes them one by one: a handler's signal that comes just before a blocking call
     # would wait for the end of that call. SIGCHLD, blocked, is kept even though nobody handles it.
-    awaited = {*FORWARDED, signal.SIGCHLD}
+    awaited = {*stop_signals(), signal.SIGCHLD}
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     parent = os.getpid()
@@ -68,7 +68,7 @@ def _be_the_rank(parent: int, rank: int, argv: Sequence[str], mask: Set[int]) ->
     then raised.
     """
     die_with(parent)
-    for number in FORWARDED:
+    for number in stop_signals():
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     sys.argv[1:] = argv[1:]

@@ -26,6 +26,7 @@ from mcore_rl.megatron.agree import on_every_rank, on_rank_zero, world_max, worl
 from mcore_rl.megatron.mesh import build_mesh, destroy_mesh
 from mcore_rl.megatron.platform import Platform, start, stop
 from mcore_rl.train.loop import StopRequest
+from mcore_rl.workers.forked_rank import STOP_SIGNALS
 from tests.ranks import run_ranks
 from tests.unit.data.test_index_file import write
 
@@ -72,7 +73,7 @@ def _threads() -> Counter[str]:
 def steps_until_stopped(file: Path, signals: dict[int, tuple[int, int]]) -> tuple[int, str]:
     """On a rank: after which step it stopped, and why; `signals[rank]` is a signal and the step it comes in."""
     number, when = signals.get(int(os.environ["RANK"]), (0, -1))
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
     step = 0
     with StopRequest(file) as stop:
         while not (reason := stop.agreed()):
@@ -83,7 +84,7 @@ def steps_until_stopped(file: Path, signals: dict[int, tuple[int, int]]) -> tupl
                 else:
                     file.touch()
             assert step < 100
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)) == before
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
     return step, reason
 
 
@@ -93,9 +94,10 @@ def steps_until_stopped(file: Path, signals: dict[int, tuple[int, int]]) -> tupl
         ({1: (signal.SIGUSR1, 3)}, "SIGUSR1 came"),
         ({0: (signal.SIGTERM, 3)}, "SIGTERM came"),
         ({0: (signal.SIGTERM, 3), 1: (signal.SIGTERM, 3), 2: (signal.SIGTERM, 3)}, "SIGTERM came"),
+        ({0: (signal.SIGHUP, 3)}, "SIGHUP came"),
         ({0: (0, 3)}, "STOP was made"),
     ],
-    ids=["usr1-on-one", "term-on-rank-0", "term-on-all", "file"],
+    ids=["usr1-on-one", "term-on-rank-0", "term-on-all", "hangup", "file"],
 )
 def test_all_ranks_stop_after_the_same_step(signals: dict[int, tuple[int, int]], reason: str, tmp_path: Path) -> None:
     ranks = run_ranks(steps_until_stopped, 3, tmp_path / "STOP", signals)

@@ -67,6 +67,23 @@ TP2_EP2 = MeshConfig(tp=2, ep=2)
 OTHER = SMALL.model_copy(update={"moe": SMALL.moe.model_copy(update={"num_experts": 4})})
 
 
+def test_checkpoints_that_are_deleted_between_saves_are_written_anew(tmp_path: Path) -> None:
+    config = config_of(tmp_path, SMALL, ONE, asynchronous=False)
+    assert run_ranks(saved_after_deletions, 1, config) == [[["iter_0000001"], ["iter_0000001"], ["iter_0000002"]]]
+
+
+def saved_after_deletions(config: PretrainConfig) -> list[list[str]]:
+    """On a rank: the checkpoints after each of three saves, of steps 1, 1 and 2, each after a deletion of all."""
+    found = []
+    with opened(config) as run:
+        for step in (1, 1, 2):
+            shutil.rmtree(Path(config.run_dir) / "checkpoints")
+            run.train(step)
+            run.checkpoints.save()
+            found.append([path.name for path in (Path(config.run_dir) / "checkpoints").glob("iter_*")])
+    return found
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["background", "foreground"])
 def test_a_full_disk_loses_nothing(asynchronous: bool, tmp_path: Path) -> None:

@@ -249,6 +249,19 @@ def test_output_that_has_no_room_is_refused_without_a_traceback(words):
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
 
 
+def test_closed_standard_streams_keep_their_places_and_stop_nothing(tmp_path):
+    """`mcore-rl ... >&- 2>&- <&-`: a file that is opened later would get their numbers, and what is printed."""
+    code = (
+        "import os, sys; from mcore_rl.cli.cli import main\n"
+        f"status = main(['recipes']); file = open({str(tmp_path / 'file')!r}, 'w')\n"
+        "kept = [os.readlink(f'/proc/self/fd/{n}') == os.devnull and os.get_inheritable(n) for n in range(3)]\n"
+        "file.write(f'{status} {kept}')"
+    )
+    closing = 'exec "$0" -c "$1" >&- 2>&- <&-'
+    done = subprocess.run(["sh", "-c", closing, sys.executable, code], cwd=ROOT, timeout=60)
+    assert (done.returncode, (tmp_path / "file").read_text()) == (0, "0 [True, True, True]")
+
+
 def test_a_path_that_the_disk_refuses_is_named_without_a_traceback(capsys):
     name = "x" * 300
     assert main(["config", "tiny_moe/grpo", f"model.path={name}"]) == 2

@@ -36,6 +36,20 @@ def test_a_start_from_nothing_drops_the_steps_of_an_earlier_attempt(tmp_path):
     assert untimed(tmp_path / "m.jsonl") == [{"step": 1, "train/loss_nats": 1.0}]
 
 
+def test_a_file_that_is_deleted_or_moved_while_the_run_writes_is_begun_anew_and_says_so(tmp_path, capsys):
+    path = tmp_path / "m.jsonl"
+    sink = JsonlSink(path, 0)
+    gone = "metrics.jsonl was deleted or moved: the records before are not here"
+    for step, remove in ((1, lambda: None), (2, path.unlink), (3, lambda: path.rename(tmp_path / "moved.jsonl"))):
+        remove()
+        sink.write(step, {"train/loss_nats": 1 / step})
+        event = [{"step": step, "event": gone}] if step > 1 else []
+        assert untimed(path) == [*event, {"step": step, "train/loss_nats": 1 / step}]
+        warning = f"warning: {path} was deleted or moved: a new one begins at step {step}\n"
+        assert capsys.readouterr().err == (warning if step > 1 else "")
+    sink.close()
+
+
 @pytest.mark.parametrize("torn", [b'{"step": 3, "train/lo', b'{"step": 3', b"\x00\x00\x00", b'"step"'])
 def test_a_torn_last_line_is_removed_and_reported(tmp_path, torn):
     path = tmp_path / "m.jsonl"

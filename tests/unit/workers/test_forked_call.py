@@ -11,6 +11,7 @@ import torch
 
 from mcore_rl.errors import CheckpointError
 from mcore_rl.workers.forked_call import ForkedCall, ForkedCallError
+from mcore_rl.workers.forked_rank import STOP_SIGNALS
 from tests.forked import is_gone, wait_for
 
 
@@ -63,8 +64,8 @@ def test_a_killed_process_is_told() -> None:
 
 def test_requests_to_stop_do_not_end_it() -> None:
     def survive() -> str:
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGUSR1)
+        for number in STOP_SIGNALS:
+            os.kill(os.getpid(), number)
         return "alive"
 
     assert ForkedCall(survive).result() == "alive"

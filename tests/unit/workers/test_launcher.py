@@ -1,7 +1,9 @@
 import json
 import os
 import platform
+import pty
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,7 +27,7 @@ def program(tmp_path, monkeypatch):
     """Makes a module of the given text, which sees its rank as `rank` and a folder for notes as `notes`."""
     for name in LAUNCHER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[3]}")
     head = (
         "import json, os, pathlib, signal, subprocess, sys, time\n"
         "rank = int(os.environ['RANK'])\n"
@@ -39,7 +41,9 @@ def program(tmp_path, monkeypatch):
     return write
 
 
-def start_launcher(tmp_path, num_ranks, imports=(), devices=(), most_bytes=resource.RLIM_INFINITY):
+def start_launcher(
+    tmp_path, num_ranks, imports=(), devices=(), most_bytes=resource.RLIM_INFINITY, console=subprocess.PIPE
+):
     """`launch_local` in a process of its own, to which signals can be sent; with `imports` it forks the ranks.
     `devices` are the files of accelerators of this torch, `most_bytes` what a file may have, as on a disk that is full.
     """
@@ -52,9 +56,7 @@ def start_launcher(tmp_path, num_ranks, imports=(), devices=(), most_bytes=resou
     )
     # Before 3.12.8 Python takes a module that it had no room to write for a whole one when it is imported again.
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
-    )
+    return subprocess.Popen([sys.executable, "-c", code], stdout=console, stderr=console, env=environment)
 
 
 def pids(tmp_path, num_ranks):
@@ -111,7 +113,7 @@ def test_a_forked_rank_is_as_one_of_a_fresh_python(program, tmp_path):
             "environment": {k: v for k, v in os.environ.items() if k not in ("MASTER_PORT", "LC_CTYPE")},
             "leads its session": os.getsid(0) == os.getpid(),
             "input": sys.stdin.read(),
-            "signals": [str(signal.getsignal(n)) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)],
+            "signals": [str(signal.getsignal(n)) for n in (*range(1, 4), *range(10, 16))],
             "blocked": len(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
             "main": [__name__, sys.modules["__main__"].__spec__.name, sys.modules["__main__"].rank],
             "files": sorted(os.readlink(f"/proc/self/fd/{n}").partition(":")[0] for n in (0, 1, 2)),
@@ -305,6 +307,7 @@ STOPPABLE = """
     [
         (signal.SIGTERM, "STOPPING", 0),
         (signal.SIGUSR1, "STOPPING", 0),
+        (signal.SIGHUP, "STOPPING", 0),
         (signal.SIGINT, "STOPPING", 130),
         (signal.SIGINT, "TRAINING", 0),  # it came after the last step
     ],
@@ -320,6 +323,66 @@ def test_a_stop_signal_reaches_every_rank_that_trains_and_it_may_save(program, t
     expected = ["Ctrl-C: the step is finished and saved; press it again to end at once, without saving."]
     expected += ["Stopped by Ctrl-C, and saved. The same command goes on from there."] if status else []
     assert errors.decode().splitlines() == (expected if number == signal.SIGINT else [])
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGHUP, 0), (signal.SIGINT, 130)])
+def test_a_run_in_a_terminal_that_is_closed_stops_and_saves(program, tmp_path, number, status):
+    program(STOPPABLE.format(number=int(number), stage="STOPPING") + "    print('saved')\n")
+    terminal, theirs = pty.openpty()
+    process = start_launcher(tmp_path, 2, console=theirs)
+    os.close(theirs)
+    pids(tmp_path, 2)
+    os.close(terminal)
+    process.send_signal(number)
+    assert process.wait(timeout=ENDED_WITHIN_S) == status
+    assert (tmp_path / "saved_0").exists() and (tmp_path / "saved_1").exists()
+    assert (tmp_path / "logs/rank_0.log").read_text() == "saved\n"
+
+
+@pytest.mark.parametrize("imports", [[], ["json"]], ids=["fresh", "forked"])
+def test_under_nohup_the_end_of_the_terminal_stops_nothing(program, tmp_path, imports):
+    program(
+        STOPPABLE.format(number=int(signal.SIGTERM), stage="STOPPING")
+        + "    (notes / f'hangup_{rank}').write_text(str(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN))\n"
+    )
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does before it starts a program
+    process = start_launcher(tmp_path, 2, imports)
+    signal.signal(signal.SIGHUP, before)
+    ranks = pids(tmp_path, 2)
+    process.send_signal(signal.SIGHUP)
+    assert process.poll() is None and not any(map(is_gone, ranks))
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=ENDED_WITHIN_S) == 0
+    assert [(tmp_path / f"hangup_{rank}").read_text() for rank in range(2)] == ["True", "True"]
+
+
+def test_logs_that_are_deleted_begin_anew_and_a_run_that_trains_may_still_save(program, tmp_path):
+    program(STOPPABLE.format(number=int(signal.SIGINT), stage="STOPPING") + "    print('saved')\n")
+    process = start_launcher(tmp_path, 2)
+    pids(tmp_path, 2)
+    time.sleep(1.0)  # the launcher looks at the ranks every 0.05 s
+    shutil.rmtree(tmp_path / "logs")
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=ENDED_WITHIN_S)
+    assert process.returncode == 130 and (tmp_path / "saved_0").exists() and (tmp_path / "saved_1").exists()
+    log = tmp_path / "logs/rank_0.log"
+    assert log.read_text() == "saved\n"
+    assert f"warning: {log} was deleted or moved: a new one begins here." in errors.decode().splitlines()
+
+
+def test_a_rank_that_fails_after_its_log_was_deleted_is_named(program, tmp_path):
+    program("""
+        (notes / f"pid_{rank}").write_text(f"{os.getpid()}.")
+        while (notes / "logs").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    process = start_launcher(tmp_path, 1)
+    pids(tmp_path, 1)
+    shutil.rmtree(tmp_path / "logs")
+    _, errors = process.communicate(timeout=ENDED_WITHIN_S)
+    assert process.returncode == 137 and b"Traceback" not in errors
+    assert f"First cause: rank 0 on {platform.node()} was killed by SIGKILL" in errors.decode()
 
 
 def test_a_second_interrupt_does_not_wait_for_the_ranks(program, tmp_path):
