@@ -15,11 +15,10 @@ from rich.console import Console
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.cli.start_ranks import next_log_dir
 from mcore_rl.cli.study_results import as_json, as_markdown, as_svg, read_run, rows_of
-from mcore_rl.config.changes import ConfigChange
 from mcore_rl.config.load import load_config
 from mcore_rl.config.pipeline import StudyConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.programs.finished_run import changes_since_done
+from mcore_rl.programs.finished_run import changes_since_done, refuse_other_run
 from mcore_rl.storage.files import disk_errors_explained, has_mark, make_folder, refuse_replacing, write_atomically
 from mcore_rl.workers.launcher import launch_local
 
@@ -86,23 +85,10 @@ def plan(study: StudyConfig) -> Iterator[PlannedRun]:
             try:
                 config, ranks = PROGRAMS["rl"].checked_config(Path(study.base), arguments[1:], None)
                 if (folder / "DONE").exists():
-                    refuse_other_results(config.run_dir, changes_since_done(config))
+                    refuse_other_run(config.run_dir, changes_since_done(config), config.checkpoint.allow_changes)
             except ConfigError as error:
                 raise ConfigError(f"arm {arm!r}: {error}") from None
             yield PlannedRun(arm, seed, folder, arguments, ranks)
-
-
-def refuse_other_results(run_dir: str, since_done: Sequence[ConfigChange]) -> None:
-    """Raise a ConfigError if the finished run in `run_dir` had other settings, except mesh and platform: the table
-    would show its results as this study's. `since_done` are the changes since that run.
-    """
-    changes = [change for change in since_done if not change.key.startswith(("mesh.", "platform."))]
-    if changes:
-        listed = "\n".join(f"- {change}" for change in changes)
-        raise ConfigError(
-            f"{run_dir} was finished with other settings:\n{listed}\nChoose another run_dir for the study, or "
-            "move that folder away to run the arm anew."
-        )
 
 
 def refuse_other_files(folder: Path, config: Path) -> None:

@@ -32,6 +32,8 @@ NOT_COMPARED = (
         "checkpoint",
         "log",
         "train.hang_s",
+        "train.hang_start_s",
+        "train.hang_save_s",
         "train.gc_interval",
         "platform.timeout_s",
         "data.cache_dir",

@@ -10,21 +10,26 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.storage.checkpoint import complete_in, read_marker
 
+COMPUTED = ("mesh.", "platform.")
+"""Sections in which a start may differ from a finished run: they decide how it is computed, not what is trained."""
+
 
 def refuse_other_run(run_dir: str, changes: Sequence[ConfigChange], allowed: tuple[str, ...]) -> None:
-    """Raise a ConfigError if the finished run in `run_dir`, from which a config has `changes`, had another model, or
-    used other data or random numbers, except those that are `allowed`.
+    """Raise a ConfigError if the finished run in `run_dir`, from which a config has `changes`, was trained otherwise,
+    such as for fewer steps or with another loss; changes that are `allowed` do not count.
     """
     refused = [
         change
         for change in changes
-        if (change.breaks_exactness or change.key.startswith("model.")) and not change.is_allowed(allowed)
+        if not (change.is_moved or change.key.startswith(COMPUTED) or change.is_allowed(allowed))
     ]
     if refused:
         listed, keys = listing(refused)
+        is_longer = any(change.key == "train.steps" and change.now > change.before for change in refused)
+        go_on = f"Delete {run_dir}/DONE to train on to its train.steps, or choose" if is_longer else "Choose"
         raise ConfigError(
-            f"{run_dir} has a finished run, which is another one:\n{listed}\nChoose another run_dir for this "
-            f"one, or, if that one is what you want, set them as they were or give checkpoint.allow_changes={keys}."
+            f"{run_dir} has a finished run with other settings:\n{listed}\n{go_on} another run_dir for this one, or, "
+            f"if that one is what you want, set them as they were or give checkpoint.allow_changes={keys}."
         )
 
 

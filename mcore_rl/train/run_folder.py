@@ -40,8 +40,10 @@ class RunFolder:
 
         def read() -> str | None:
             with checkpoint_errors_explained(self._done, "reading"):
-                text = self._done.read_text(encoding="utf-8").strip() if self._done.exists() else None
-            return text and f"{text} ({self._done}). Delete it to go on, with a larger train.steps"
+                if not self._done.exists():
+                    return None
+                text = self._done.read_text(encoding="utf-8").strip() or "all steps are done"  # empty: by `touch`
+            return f"{text} ({self._done}). Delete it to go on, with a larger train.steps"
 
         return on_rank_zero(read)
 

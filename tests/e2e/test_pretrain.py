@@ -36,6 +36,8 @@ def test_a_run_learns_saves_and_is_done_once(
     assert {path.name for path in (run_dir / "checkpoints").iterdir()} >= {"iter_0000028", "iter_0000030"}
     again = mcore_rl("pretrain", config_file, *SHORT)
     assert again.returncode == 0 and "nothing to do" in again.stdout
+    longer = mcore_rl("pretrain", config_file, *SHORT, "train.steps=31")
+    assert longer.returncode == 2 and f"Delete {run_dir}/DONE to train on to its train.steps" in longer.stderr
 
 
 @pytest.mark.full

@@ -26,13 +26,35 @@ def refuse(config: RunConfig) -> None:
     refuse_other_run(config.run_dir, changes_since_done(config), config.checkpoint.allow_changes)
 
 
-def test_the_same_run_is_done_whatever_its_rate_now_and_an_unknown_one_too(tmp_path: Path) -> None:
+def test_the_same_run_is_done_on_whatever_mesh_and_an_unknown_one_too(tmp_path: Path) -> None:
     done = finish(SFTConfig(run_dir=str(tmp_path)))
     refuse(done)
-    other_rate = done.model_copy(update={"optim": OptimConfig(lr=1e-5)})
-    refuse(other_rate)
-    assert [change.key for change in changes_since_done(other_rate)] == ["optim.lr"]
+    other_mesh = done.model_copy(update={"mesh": MeshConfig(tp=2), "platform": PlatformConfig(layers="torch")})
+    refuse(other_mesh)
+    assert [change.key for change in changes_since_done(other_mesh)] == ["platform.layers", "mesh.tp"]
+    patient = done.train.model_copy(update={"hang_start_s": 7.0, "hang_save_s": 7.0, "hang_s": 7.0})
+    refuse(done.model_copy(update={"train": patient}))
     refuse(done.model_copy(update={"run_dir": str(tmp_path / "without_checkpoints")}))
+
+
+def test_a_finished_run_is_not_taken_for_one_of_more_steps_or_another_objective(tmp_path: Path) -> None:
+    done = finish(RlRunConfig(run_dir=str(tmp_path)))
+    steps = done.train.steps
+    near_reference = done.rl.model_copy(update={"loss": done.rl.loss.model_copy(update={"kl_coeff": 0.25})})
+    faster = {"optim": OptimConfig(lr=7e-5)}
+    longer = {"train": done.train.model_copy(update={"steps": steps + 1})}
+    shorter = {"train": done.train.model_copy(update={"steps": steps - 1})}
+    for update, key, is_longer in (
+        ({"rl": near_reference}, "rl.loss.kl_coeff", False),
+        (faster, "optim.lr", False),
+        (longer, "train.steps", True),
+        (shorter, "train.steps", False),
+    ):
+        other = done.model_copy(update=update)
+        with pytest.raises(ConfigError, match=rf"finished run with other settings:\n- {key} is .* there, ") as raised:
+            refuse(other)
+        assert (f"Delete {tmp_path}/DONE to train on to its train.steps" in str(raised.value)) == is_longer
+        refuse(other.model_copy(update={"checkpoint": CheckpointConfig(allow_changes=(key,))}))
 
 
 @pytest.mark.parametrize("cls", [RlRunConfig, PretrainConfig])

@@ -128,18 +128,21 @@ def test_a_run_whose_folder_was_renamed_says_so_and_makes_no_folder_of_the_old_n
     assert not path.exists()
 
 
-def done(path: Path) -> tuple[str | None, str | None]:
-    """On a rank: what a start hears before and after the last step."""
+def done(path: Path) -> tuple[str | None, str | None, str | None]:
+    """On a rank: what a start hears before the last step, after it, and where a user has made the file."""
     folder = RunFolder(path)
     folder.claim()
     before = folder.done()
     folder.mark_done(40)
-    return before, folder.done()
+    after = folder.done()
+    (path / "DONE").write_text("")
+    return before, after, folder.done()
 
 
 def test_a_start_after_the_last_step_is_told_so(tmp_path: Path) -> None:
-    before, after = run_ranks(done, 1, tmp_path)[0]
+    before, after, by_user = run_ranks(done, 1, tmp_path)[0]
     assert before is None
+    assert by_user is not None and by_user.startswith(f"all steps are done ({tmp_path}/DONE). Delete it")
     assert after is not None and after.startswith("all 40 steps are done since 20")
     assert f"({tmp_path}/DONE). Delete it to go on, with a larger train.steps" in after
 
