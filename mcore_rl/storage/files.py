@@ -10,6 +10,7 @@ import errno
 import fcntl
 import json
 import os
+import resource
 import shutil
 import stat
 import sys
@@ -24,6 +25,14 @@ from mcore_rl.errors import CheckpointError, ConfigError, DataError, TrainingErr
 # A quota and a file-size limit stop a writer as a full disk does; the last two: a file where a folder should be.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR, errno.ENAMETOOLONG)
+NO_MEMORY = ("allocate memory", "MemoryError", "bad_alloc", "failed to map segment", "start new thread")
+NO_THREAD = ("Resource temporarily unavailable", "terminate called without an active exception")
+"""Errors of gloo and of C++ where a new thread gets no memory for its stack."""
+LIMITS = {
+    "n": (resource.RLIMIT_NOFILE, 1, ("Too many open files",)),
+    "v": (resource.RLIMIT_AS, 1024, NO_MEMORY + NO_THREAD),
+}
+"""Option of ulimit -> its limit, the unit in which ulimit counts, and texts of the errors of a process at the limit."""
 LOCK_POLL_S = 0.1
 UNWRITTEN = "cause that could not be written:"
 """Beginning of a line on stderr with the name that the file of a cause would have had, and its headline."""
@@ -175,11 +184,27 @@ def disk_errors_explained(folder: Path, remedy: str) -> Iterator[None]:
         raise DataError(f"{error.filename or folder}: {os.strerror(error.errno)}. {remedy}") from error
 
 
+def limit_reached(text: str) -> str:
+    """Return the end of an error's text that names the limit of this process that the error comes from; empty if there
+    is no such limit, or the text has named it.
+    """
+    for option, (limit, unit, texts) in LIMITS.items():
+        most = resource.getrlimit(limit)[0]
+        if most != resource.RLIM_INFINITY and any(part in text for part in texts) and "`ulimit" not in text:
+            return (
+                f". The limit `ulimit -{option}` is {most // unit}: raise it, here or where your cluster or container "
+                "sets it, and give the same command again"
+            )
+    return ""
+
+
 def disk_error(error: OSError) -> DataError | None:
-    """Return the error that the user reads in place of an error of a full disk, or of a file or folder that may not be
-    read or written; None for any other error.
+    """Return the error that the user reads in place of an error of a full disk, of a file or folder that may not be
+    read or written, or of a limit of this process; None for any other error.
     """
     reason = os.strerror(error.errno or 0)
+    if limit := limit_reached(reason):
+        return DataError(f"{error.filename or 'this process'}: {reason}{limit}.")
     if error.errno in FULL:
         where = "a file, or standard output" if error.filename is None else error.filename
         room = "" if error.filename is None else f" {room_at(Path(error.filename))}."

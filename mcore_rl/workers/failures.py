@@ -15,7 +15,15 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from mcore_rl.storage.files import FULL, NOT_WRITER, RESERVE_BYTES, RESERVE_FILE, UNWRITTEN, write_atomically
+from mcore_rl.storage.files import (
+    FULL,
+    NOT_WRITER,
+    RESERVE_BYTES,
+    RESERVE_FILE,
+    UNWRITTEN,
+    limit_reached,
+    write_atomically,
+)
 
 FAILURES = "MCORE_RL_FAILURES"
 """Environment variable with the folder of the causes; unset: they are not collected."""
@@ -62,17 +70,18 @@ def rank_failure(
     host = host or platform.node()
     line = " ".join(cause.split())
     line = line if len(line) <= HEADLINE_LENGTH else line[: HEADLINE_LENGTH - 3] + "..."
-    headline = f"rank {rank} on {host}{' ' if cause.startswith(VERBS) else ': '}{line}"
+    limit = limit_reached(f"{cause}\n{text}")
+    headline = f"rank {rank} on {host}{' ' if cause.startswith(VERBS) else ': '}{line}{limit}"
     return Failure(headline=headline, rank=rank, host=host, status=status, order=int(order), text=text or cause)
 
 
-def rank_death(rank: int, number: int, oom: "OomKills | None" = None) -> Failure:
-    """Return the failure of a rank ended by signal `number`, with the kills that `oom` has counted since it was
-    made.
+def rank_death(rank: int, number: int, oom: "OomKills | None" = None, output: str = "") -> Failure:
+    """Return the failure of a rank ended by signal `number` after `output`, with the kills that `oom` has counted since
+    it was made.
     """
     reason = oom.explain() if oom is not None and number == signal.SIGKILL else ""
     order = Order.CONSEQUENCE if number == signal.SIGABRT else Order.CAUSE
-    return rank_failure(rank, 128 + number, f"was killed by {signal_name(number)}{reason}", order=order)
+    return rank_failure(rank, 128 + number, f"was killed by {signal_name(number)}{reason}", output, order)
 
 
 def signal_name(number: int) -> str:

@@ -413,7 +413,7 @@ def _note_the_dead(
         output = rank.log.read_text(errors="replace") if rank.log.exists() else ""  # it may be deleted
         tail = output.rstrip().splitlines()[-LOG_TAIL_LINES:]
         if code < 0:
-            failure = replace(rank_death(i, -code, oom), text="\n".join(tail))
+            failure = replace(rank_death(i, -code, oom, output), text="\n".join(tail))
         else:
             last = tail[-1] if tail else f"ended with status {code}"
             failure = rank_failure(i, code, last, "\n".join(tail), Order.STATUS)

@@ -1,7 +1,9 @@
 """The first of the gravest causes is the run's, whoever wrote first; the kernel's counters tell out of memory."""
 
+import errno
 import os
 import platform
+import resource
 import signal
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import time
 
 import pytest
 
+from mcore_rl.storage.files import disk_error
 from mcore_rl.workers.failures import FAILURES, OomKills, Order, first_cause, note_failure, rank_death, rank_failure
 from tests.unit.launch.conftest import ROOT
 
@@ -44,6 +47,32 @@ def test_a_cause_makes_no_folder_of_a_run_that_was_renamed_anew(tmp_path, capsys
     """The user could not give the run's folder its name back."""
     assert note_failure(rank_failure(0, 2, "gone"), tmp_path / "run/logs/7.0/failures") is None
     assert list(tmp_path.iterdir()) == [] and capsys.readouterr().err.endswith(f"rank 0 on {HOST}: gone\n")
+
+
+def test_an_error_of_a_limit_of_the_process_names_the_limit_and_what_to_do():
+    """The address space gets a limit that nothing here reaches: `ulimit -v` counts it in KiB."""
+    before, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 45, hard))
+    try:
+        limited = {
+            rank_failure(0, 1, "OSError: [Errno 24] Too many open files: 'a.bin'"): (
+                "n",
+                resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+            ),
+            rank_failure(0, 1, "RuntimeError: Resource temporarily unavailable"): ("v", 1 << 35),
+            rank_failure(0, 1, "the last line", "MemoryError\nthe last line"): ("v", 1 << 35),
+            rank_death(0, signal.SIGABRT, None, "terminate called without an active exception"): ("v", 1 << 35),
+        }
+        for failure, (option, most) in limited.items():
+            assert f". The limit `ulimit -{option}` is {most}: raise it, here or where " in failure.headline
+        explained = disk_error(OSError(errno.EMFILE, os.strerror(errno.EMFILE), "a.bin"))
+        assert str(explained).startswith("a.bin: Too many open files. The limit `ulimit -n` is ")
+        assert rank_failure(0, 2, str(explained)).headline.count("ulimit") == 1
+        assert "ulimit" not in rank_failure(0, 1, "ValueError: boom").headline
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (before, hard))
+    if before == resource.RLIM_INFINITY:
+        assert "ulimit" not in rank_failure(0, 1, "MemoryError").headline
 
 
 def test_a_long_error_of_several_lines_becomes_one_line_of_500_characters():
