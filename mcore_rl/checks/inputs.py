@@ -15,8 +15,7 @@ from mcore_rl.config.rl_run import RlConfig, RlRunConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SFTDataConfig
 from mcore_rl.storage.checksums import crc32_of
-from mcore_rl.storage.files import data_files
-from mcore_rl.storage.folders import POINTER_REMEDY, is_lfs_pointer
+from mcore_rl.storage.files import POINTER_REMEDY, data_files, is_lfs_pointer
 
 OF_TEXT = ("data.", "rl.prompts.", "rl.eval.", "rl.ptx.")
 """Prefixes of the fields that name files of text, tokenizers or templates."""

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Generic, TypeVar, cast
 
 from mcore_rl.errors import ConfigError, DataError
-from mcore_rl.storage.files import DATA_ENDINGS, PACKED, data_files, is_saved
-from mcore_rl.storage.folders import POINTER, POINTER_REMEDY
+from mcore_rl.storage.files import DATA_ENDINGS, PACKED, POINTER, POINTER_REMEDY, data_files, is_saved
 
 
 def required_package(module: str, extra: str, name: str) -> Any:

@@ -1,7 +1,9 @@
 """The mesh of ranks; the one file that uses Megatron's `parallel_state`."""
 
+import random
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -93,9 +95,13 @@ def destroy_mesh() -> None:
 
 
 def seed_ranks(seed: int) -> None:
-    """Seed the random states of weights and dropout, so that ranks that hold other weights draw other numbers."""
+    """Seed the random states of weights and dropout, so that ranks that hold other weights draw other numbers, and
+    those of Python and numpy, which a user's own code may draw from, with another seed on each rank.
+    """
     # Megatron adds offsets for tensor and expert parallelism by itself, for the pipeline it leaves them to the caller.
     tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
+    random.seed(seed + dist.get_rank())
+    np.random.seed((seed + dist.get_rank()) % 2**32)
 
 
 def is_first_chunk(chunk: int | None) -> bool:

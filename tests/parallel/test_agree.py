@@ -6,12 +6,14 @@ A request to stop that reaches one rank ends all ranks after the same step.
 """
 
 import os
+import random
 import signal
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,7 +25,7 @@ from mcore_rl.data.batch import BatchSource
 from mcore_rl.data.megatron.indexed import SampleCounts, build_datasets, plan_data
 from mcore_rl.errors import CheckpointError, DataError
 from mcore_rl.megatron.agree import on_every_rank, on_rank_zero, world_max, world_union
-from mcore_rl.megatron.mesh import build_mesh, destroy_mesh
+from mcore_rl.megatron.mesh import build_mesh, destroy_mesh, seed_ranks
 from mcore_rl.megatron.platform import Platform, start, stop
 from mcore_rl.train.loop import StopRequest
 from mcore_rl.workers.forked_rank import STOP_SIGNALS
@@ -218,3 +220,18 @@ def slow_hosts() -> tuple[int, str]:
 
     own = on_every_rank(lambda: slow(rank) if rank == 1 else rank)
     return own, on_rank_zero(lambda: slow(f"of rank {rank}"))
+
+
+def drawn(seed: int) -> tuple[float, float]:
+    """On a rank: what a user's own code draws first from Python and from numpy."""
+    build_mesh(MeshConfig())
+    seed_ranks(seed)
+    return random.random(), float(numpy.random.rand())
+
+
+def test_python_and_numpy_draw_by_the_seed_of_the_run_and_the_rank() -> None:
+    seed = 2**32 - 1  # numpy's seeds end here
+    expected = [
+        (random.Random(seed + rank).random(), numpy.random.RandomState(rank - 1 & seed).rand()) for rank in (0, 1)
+    ]
+    assert run_ranks(drawn, 2, seed) == expected
