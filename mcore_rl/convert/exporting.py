@@ -157,7 +157,7 @@ def plan_export(source: Path, folder: Path, options: ExportOptions, settings: Co
             *_taken_notes(dist_model, reference, others, blocks),
             *([blocks.note] if blocks else []),
             *_padding_notes(dist_model),
-            *_shift_notes(dist_model),
+            *shift_notes(dist_model),
             *_merge_notes(dist_model, options),
         ],
     )
@@ -391,7 +391,7 @@ def _padding_notes(dist_model: DistModel) -> list[str]:
     return notes
 
 
-def _shift_notes(dist_model: DistModel) -> list[str]:
+def shift_notes(dist_model: DistModel) -> list[str]:
     """Return a note on the number that is subtracted from scores, which Hugging Face's models do not have."""
     if dist_model.model.head != "score":
         return []

@@ -17,15 +17,16 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import LoraConfig, target_of
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings
 from mcore_rl.convert.copying.tensors import OUTPUT_DTYPES, OutputDtype, TargetTensor, is_finite, tasks_of
-from mcore_rl.convert.exporting import as_json, finish_folder
+from mcore_rl.convert.exporting import as_json, finish_folder, shift_notes
 from mcore_rl.convert.hf.folder import ADAPTER_CONFIG
 from mcore_rl.convert.hf.writer import SafetensorsWriter
 from mcore_rl.convert.megatron.model import EXPERTS, MTP, open_dist_model
 from mcore_rl.convert.megatron.tensors import WEIGHT, StoredAdapter, stored_lora
 from mcore_rl.errors import CheckpointError
-from mcore_rl.families import family_of, weight_map
+from mcore_rl.families import family_of, score_config, weight_map
 from mcore_rl.families.rules import packed_rows
-from mcore_rl.families.weight_map import AxisRange, Copies, Region, RegionCopy, WeightBlock, WeightMap, listed
+from mcore_rl.families.weight_map import AxisRange, Copies, Region, RegionCopy, Shape, WeightBlock, WeightMap, listed
+from mcore_rl.storage.checkpoint import SCORE_WEIGHT
 from mcore_rl.storage.files import POINTER_REMEDY, is_lfs_pointer
 from mcore_rl.storage.folders import read_json
 
@@ -37,6 +38,10 @@ TENSORS = "adapter_model.safetensors"
 LINEAR = re.compile(r"\.(linear_\w+)\.weight$")
 PREFIX = "base_model.model."
 """Prefix of peft's tensor names."""
+HEAD = "score"
+"""Module of transformers' scalar head, which peft saves whole."""
+HEADS = {HEAD, "classifier"}
+"""Names in `modules_to_save` of a model with such a head: peft adds its own, some twice."""
 PLAIN: dict[str, Any] = {
     "use_dora": False,
     "bias": "none",
@@ -68,6 +73,7 @@ def plan_adapter_export(
 
     Raises:
         CheckpointError: The checkpoint has no adapters, or peft cannot represent them.
+        ConfigError: It is a reward model, for whose family transformers has no class.
     """
     dist_model = open_dist_model(source, reference, adapters="apart")
     lora = stored_lora(dist_model.folder)
@@ -75,6 +81,8 @@ def plan_adapter_export(
         raise CheckpointError(
             f"{dist_model.folder.path} has no low-rank adapters. Export the model, without --adapter."
         )
+    if dist_model.model.head == "score":
+        score_config(dist_model.model)
     adapted = AdaptedModel(
         model=dist_model.model, weights=dist_model.weights, adapters=dist_model.adapters, dtype=dist_model.dtype
     )
@@ -102,6 +110,7 @@ def plan_adapter_export(
         notes=[
             f"{dist_model.model.family}, step {dist_model.folder.step}: {len(targets)} tensors of adapters",
             *_unread(lora, dist_model.model),
+            *shift_notes(dist_model),
         ],
     )
 
@@ -156,7 +165,7 @@ def _slices(where: Region) -> tuple[slice, ...]:
 
 
 def adapter_targets(adapted: AdaptedModel, layout: AdapterLayout, dtype: OutputDtype) -> Iterator[TargetTensor]:
-    """Yield the tensors of peft's adapter: of the modules in the order of the family's rules, then of fused experts."""
+    """Yield the tensors of peft's adapter: modules in the order of the family's rules, fused experts, a scalar head."""
     fused: dict[str, list[_Matrix]] = {}
     for matrix in _matrices(adapted.weights, adapted.adapters, adapted.model):
         if matrix.is_expert and layout == "fused":
@@ -165,6 +174,10 @@ def adapter_targets(adapted: AdaptedModel, layout: AdapterLayout, dtype: OutputD
             yield from _of_each_projection(matrix, adapted, dtype)
     for name, matrices in fused.items():
         yield from _of_all_experts(name, matrices, adapted, dtype)
+    if adapted.model.head == "score":
+        shape = adapted.weights.hf_shapes[SCORE_WEIGHT]
+        where = tuple(AxisRange(0, size) for size in shape)
+        yield _target(HEAD, shape, [RegionCopy(where, SCORE_WEIGHT, where)], adapted, dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,8 +225,8 @@ def _of_each_projection(matrix: _Matrix, adapted: AdaptedModel, dtype: OutputDty
             for block in blocks
         ]
         num_rows = adapted.weights.hf_shapes[f"{name}.{WEIGHT}"][0]
-        yield _target(name, "A", (adapter.rank, adapter.num_inputs), [copy_a], adapted, dtype)
-        yield _target(name, "B", (num_rows, adapter.rank), copies_b, adapted, dtype)
+        yield _target(f"{name}.lora_A", (adapter.rank, adapter.num_inputs), [copy_a], adapted, dtype)
+        yield _target(f"{name}.lora_B", (num_rows, adapter.rank), copies_b, adapted, dtype)
 
 
 def _wrapper(matrix: _Matrix, model: ModelConfig) -> str:
@@ -241,21 +254,16 @@ def _of_all_experts(
         # In steps: the columns of all experts at a rank index are adjacent.
         into_b = (rows, AxisRange(expert, rank * count, count))
         copies_b.append(RegionCopy(into_b, adapter.key_b, (*matrix.lead, rows, ranks)))
-    yield _target(name, "A", (count * rank, adapter.num_inputs), copies_a, adapted, dtype)
-    yield _target(name, "B", (num_rows, rank * count), copies_b, adapted, dtype)
+    yield _target(f"{name}.lora_A", (count * rank, adapter.num_inputs), copies_a, adapted, dtype)
+    yield _target(f"{name}.lora_B", (num_rows, rank * count), copies_b, adapted, dtype)
 
 
 def _target(
-    name: str,
-    part: Literal["A", "B"],
-    shape: tuple[int, int],
-    copies: Sequence[RegionCopy],
-    adapted: AdaptedModel,
-    dtype: OutputDtype,
+    name: str, shape: Shape, copies: Sequence[RegionCopy], adapted: AdaptedModel, dtype: OutputDtype
 ) -> TargetTensor:
     stored = adapted.dtype(copies[0].source)
     return TargetTensor(
-        name=f"{PREFIX}{name}.lora_{part}.{WEIGHT}",
+        name=f"{PREFIX}{name}.{WEIGHT}",
         shape=shape,
         dtype=stored if dtype == "keep" else OUTPUT_DTYPES[dtype],
         copies=Copies(copies),
@@ -263,7 +271,7 @@ def _target(
 
 
 def read_peft(folder: Path, lora: LoraConfig, model: ModelConfig) -> dict[str, Tensor]:
-    """Return the adapters in a folder of peft as global tensors, by Megatron's keys.
+    """Return the adapters in a folder of peft, and its scalar head if the model has one, by Megatron's keys.
 
     Raises:
         CheckpointError: It is not a peft folder, it is damaged, its adapters are of another kind, or they do not fit
@@ -272,6 +280,8 @@ def read_peft(folder: Path, lora: LoraConfig, model: ModelConfig) -> dict[str, T
     config = read_json(folder / ADAPTER_CONFIG)
     if not (folder / TENSORS).is_file():
         raise CheckpointError(f"{folder} has no {TENSORS}. Name a folder that peft's save_pretrained wrote.")
+    if model.head == "score" and {*(config.get("modules_to_save") or ())} <= HEADS:
+        config["modules_to_save"] = None
     odd = [f"{name}={config[name]}" for name, plain in PLAIN.items() if config.get(name, plain) not in (plain, [])]
     if odd:
         raise CheckpointError(f"{folder}: {', '.join(odd)} in {ADAPTER_CONFIG} is more than A and B. It is not read.")
@@ -303,6 +313,9 @@ def read_peft(folder: Path, lora: LoraConfig, model: ModelConfig) -> dict[str, T
         whole_a = found.setdefault(adapter.key_a, torch.zeros(*stack, *shape_a))
         whole_b = found.setdefault(adapter.key_b, torch.zeros(*stack, len(adapter.projection_of_row), adapter.rank))
         faults += _fill(matrix, whole_a[lead], whole_b[lead], tensors, used, config, model)
+    if model.head == "score" and (head := f"{PREFIX}{SCORE_WEIGHT}") in tensors:
+        found[SCORE_WEIGHT] = tensors[head].reshape(weights.mcore_shapes[SCORE_WEIGHT])
+        used.add(head)
     faults += [f"{name} belongs to nothing that has an adapter here" for name in sorted(tensors.keys() - used)]
     if faults:
         raise CheckpointError(
@@ -432,7 +445,8 @@ def adapter_config(
     others = {name: rank for name, rank in sorted(ranks.items()) if rank != common}
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if model.head == "score" else "CAUSAL_LM",
+        "modules_to_save": [HEAD] if model.head == "score" else None,
         "base_model_name_or_path": str(reference) if reference is not None else None,
         "r": common,
         "lora_alpha": lora.scale_of(common) * common,

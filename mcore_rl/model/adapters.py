@@ -66,9 +66,9 @@ def add_adapters(chunks: Sequence[nn.Module], lora: LoraConfig, model: ModelConf
 
 @torch.no_grad()
 def fill_adapters(chunks: Sequence[nn.Module], tensors: Mapping[str, Tensor]) -> None:
-    """Fill this rank's adapters from global tensors."""
+    """Fill this rank's adapters from global tensors, and the scalar head if these have it."""
     for shard in local_shards(chunks):
-        if ".adapter." in shard.key:
+        if ".adapter." in shard.key or shard.key in tensors:
             shard.data.copy_(tensors[shard.key][shard.where])
 
 

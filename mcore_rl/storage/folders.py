@@ -48,11 +48,7 @@ def is_hf(path: Path) -> bool:
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file.
-
-    Raises:
-        CheckpointError: It cannot be read, is not JSON, or an object in it has a key twice.
-    """
+    """Return the content of a JSON file. Raises CheckpointError if it cannot be read, or an object has a key twice."""
     refuse_special_file(path)
     try:
         return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=partial(once_each, path))

@@ -158,6 +158,60 @@ def test_a_merged_export_computes_the_same(case: str, tmp_path: Path) -> None:
     assert all(torch.equal(merged[name], untouched[name]) for name in untouched if "norm" in name)
 
 
+def saved_with_scores(config: PretrainConfig, base: Path) -> Tensor:
+    """On a rank: scores `[B, S]` with a random head and random adapters over the weights of `base`, saved as step 0."""
+    with opened(config) as run:
+        load_weights(run.state.chunks, run.state.mesh, config.model, base)
+        for shard in local_shards(run.state.chunks):
+            if ".adapter." in shard.key or shard.key == "score.weight":
+                whole = 0.1 * torch.randn(shard.global_shape, generator=torch.Generator().manual_seed(len(shard.key)))
+                shard.data.detach().copy_(whole[shard.where])
+        run.state.optimizer.reload_model_params()
+        run.checkpoints.save()
+        return scores_of(run.state.chunks[0])
+
+
+def scores_of(chunk: Any) -> Tensor:
+    tokens = random_tokens(length=16)
+    positions = torch.arange(16).expand(len(tokens), -1)
+    with torch.no_grad():
+        scores: Tensor = chunk.eval()(input_ids=tokens, position_ids=positions, attention_mask=None)
+    return scores[..., 0]
+
+
+def scores_with(config: PretrainConfig, base: Path, folder: Path) -> Tensor:
+    """On a rank: scores of the weights of `base` with the adapters and the head in a folder of peft."""
+    with opened(config) as run:
+        load_weights(run.state.chunks, run.state.mesh, config.model, base)
+        fill_adapters(run.state.chunks, read_peft(folder, config.lora, config.model))
+        return scores_of(run.state.chunks[0])
+
+
+@pytest.mark.matrix("qwen3")
+@pytest.mark.parametrize("case", ["qwen3", "qwen3_moe"])
+def test_peft_gives_the_scores_of_an_exported_reward_model(case: str, tmp_path: Path) -> None:
+    base = saved(case, tmp_path / "hf", rms_norm_eps=1e-6)
+    config = config_for(case, tmp_path / "run", LORA)
+    config = config.model_copy(update={"model": config.model.scored})
+    checkpoint = imported(base, tmp_path / "base")
+    (scores,) = run_ranks(saved_with_scores, 1, config, checkpoint)
+    folder = adapter_of(tmp_path / "run/checkpoints/iter_0000000", tmp_path / "adapter", "each")
+    settings = peft.PeftConfig.from_pretrained(str(folder))
+    assert settings.task_type == "SEQ_CLS" and settings.modules_to_save == ["score"]
+    plain = transformers.AutoModelForSequenceClassification.from_pretrained(
+        base, num_labels=1, attn_implementation="eager", dtype=torch.float32
+    )
+    model = peft.PeftModel.from_pretrained(plain, folder).eval()
+    for row, tokens in enumerate(random_tokens(length=16)):
+        theirs = model(input_ids=tokens[None]).logits[0, 0]
+        assert (theirs - scores[row, -1]).abs() <= TOLERANCE and theirs.abs() > 1e-3
+    # What peft saves of it is read back with its head.
+    model.save_pretrained(tmp_path / "again")
+    again = config.model_copy(update={"run_dir": str(tmp_path / "of peft")})
+    (read,) = run_ranks(scores_with, 1, again, checkpoint, tmp_path / "again")
+    assert torch.equal(read, scores)
+
+
 def streamed(config: PretrainConfig) -> tuple[dict[str, Tensor], float, float]:
     """On a rank: the weights of `checkpoint.load` as servers get them, and what rounding to fp32 and bf16 loses."""
     with opened(config) as run:
