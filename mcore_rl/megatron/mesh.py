@@ -67,7 +67,7 @@ def build_mesh(config: MeshConfig, timeout_s: float = 600.0) -> Mesh:
         context_parallel_size=config.cp,
         expert_model_parallel_size=config.ep,
         expert_tensor_parallel_size=config.etp,
-        distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]  # any number of minutes will do
+        distributed_timeout_minutes=timeout_s / 60,  # any number of minutes will do
         create_gloo_process_groups=True,
     )
     if torch.cuda.is_available():
