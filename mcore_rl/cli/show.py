@@ -5,8 +5,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from mcore_rl.checks.cluster import mesh_dependences
 from mcore_rl.checks.inputs import absent_inputs, inputs_of
+from mcore_rl.checks.mesh import mesh_dependences
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.kinds import KINDS, READERS
 from mcore_rl.config.load import dump_config, kind_of, load_config

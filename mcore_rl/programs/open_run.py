@@ -9,8 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
-from mcore_rl.checks.cluster import mesh_dependences
 from mcore_rl.checks.inputs import contents_of_inputs, inputs_of
+from mcore_rl.checks.mesh import mesh_dependences
 from mcore_rl.config.extension import load_extensions
 from mcore_rl.config.load import dump_config
 from mcore_rl.config.model import ModelConfig

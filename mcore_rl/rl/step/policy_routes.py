@@ -20,7 +20,6 @@ from mcore_rl.model.inputs import LocalMicrobatch
 from mcore_rl.replay.accounts import RouteTotals
 from mcore_rl.replay.cache import RoutingCache
 from mcore_rl.replay.disagreement import DisagreementLimit, StaleRoutes
-from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
 from mcore_rl.replay.tape import RoutingTape
 from mcore_rl.replay.witness import proving
 from mcore_rl.rl.batch import LogprobHead, Minibatch, PolicyMicrobatch, evaluating, layout_of
@@ -28,6 +27,7 @@ from mcore_rl.rl.types import Completion, Prompt, Rollout
 from mcore_rl.train.state import TrainState
 
 if TYPE_CHECKING:
+    from mcore_rl.replay.from_rollouts import RolloutRoutes
     from mcore_rl.rl.step.router_shift import RouterShift
     from mcore_rl.rl.step.trace import TokenTrace
 
@@ -126,6 +126,8 @@ class PolicyRoutes:
         self._version = self._state.progress.step
         if self._from_rollout is None:
             return
+        from mcore_rl.replay.from_rollouts import cache_rollout_routes  # only where engines return routes
+
         group_size = rollout.rewards_PG.shape[1]
         routes = {
             group_index * group_size + index: self._given(group.prompt, completion, group_index)
@@ -145,7 +147,7 @@ class PolicyRoutes:
                 self._from_rollout, self._version, generated, layouts, self._state.mesh
             )
 
-    def _given(self, prompt: Prompt, completion: Completion, group: int) -> RolloutRoutes | None:
+    def _given(self, prompt: Prompt, completion: Completion, group: int) -> "RolloutRoutes | None":
         """Return a completion's routes; if the engine gave none and replay.missing="live", rows of -1."""
         if completion.experts_TLK is not None or self._replay.missing != "live":
             return routes_of(prompt, completion, group)
@@ -154,7 +156,7 @@ class PolicyRoutes:
         without_TLK = torch.full((*shape, self._from_rollout.top_k), -1, dtype=torch.int16)
         return routes_of(prompt, replace(completion, experts_TLK=without_TLK), group)
 
-    def _incomplete(self, routes: Mapping[int, RolloutRoutes | None]) -> Iterator[tuple[int, str]]:
+    def _incomplete(self, routes: "Mapping[int, RolloutRoutes | None]") -> Iterator[tuple[int, str]]:
         """Yield each sample that lacks routes for some tokens, with a sentence for the error."""
         assert self._from_rollout is not None
         # On a pipeline stage without experts, rows cover no layer and nothing can be missing.
@@ -374,13 +376,15 @@ class PolicyRoutes:
             self.trace.add_changed(name, tape.changed_tokens())
 
 
-def routes_of(prompt: Prompt, completion: Completion, group: int | None = None) -> RolloutRoutes | None:
+def routes_of(prompt: Prompt, completion: Completion, group: int | None = None) -> "RolloutRoutes | None":
     """Return the engine's routes of a completion of `group`; None if it returned none.
 
     The last token is left out: it enters no layer, in generation as in training.
     """
     if completion.experts_TLK is None:
         return None
+    from mcore_rl.replay.from_rollouts import RolloutRoutes  # only where engines return routes
+
     tokens_T = torch.tensor((*prompt.tokens_T, *completion.tokens_T)[:-1])
     return RolloutRoutes(tokens_T, completion.experts_TLK, group)
 

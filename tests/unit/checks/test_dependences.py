@@ -2,7 +2,7 @@
 
 import pytest
 
-from mcore_rl.checks.cluster import mesh_dependences
+from mcore_rl.checks.mesh import mesh_dependences
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.preferences import DPOConfig, RewardModelConfig
 from mcore_rl.config.rl_run import RlRunConfig
