@@ -173,13 +173,17 @@ class OverOptimization:
     rollout batches, or an evaluation, is compared with the best before it.
     """
 
-    def __init__(self, parts: Sequence[str], weights: Sequence[float] | None) -> None:
-        """Watch a run with these `rl.reward.parts` and `rl.reward.weights`."""
+    def __init__(
+        self, parts: Sequence[str], weights: Sequence[float] | None, earlier: Iterable[Mapping[str, object]] = ()
+    ) -> None:
+        """Watch a run with these `rl.reward.parts` and `rl.reward.weights`, after the records of `earlier` starts."""
         names = [f"reward/part/{part}" for part, weight in zip(parts, weights or (), strict=False) if not weight]
         self._batches = {name: _Batches() for name in ("reward/accuracy", *names)}
         self._rewards: list[float] = []
         self._evaluations: list[tuple[float, float, int, int]] = []
         """Accuracy, number of prompts, step, number of rollout batches before."""
+        for record in earlier:
+            self.of_record(record)
 
     def of_record(self, record: Mapping[str, object]) -> str | None:
         """Take the next record of metrics.jsonl; return the alarm if there is a reason for it now."""

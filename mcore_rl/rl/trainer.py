@@ -137,11 +137,9 @@ class StepLog:
             compares_groups=advantage.compares_group or not advantage.is_of_tokens,
             num_rollouts=config.train.steps // config.updates_per_rollout,
         )
-        self._over_optimization = OverOptimization(config.rl.reward.parts, config.rl.reward.weights)
+        earlier = self.records() if run.state.platform.rank == 0 else ()
+        self._over_optimization = OverOptimization(config.rl.reward.parts, config.rl.reward.weights, earlier)
         self._alarm = Onset()
-        if run.state.platform.rank == 0:
-            for record in self.records():  # those of earlier starts
-                self._over_optimization.of_record(record)
         self._compares_rewards = advantage.compares_group and not advantage.uses_steps
         """Whether an advantage compares a completion's reward with the rewards of its group."""
         self._load = RouterLoad(run.state.chunks) if config.model.is_moe else None

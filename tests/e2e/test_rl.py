@@ -519,7 +519,7 @@ def test_the_report_of_a_finished_run_has_no_evaluation_and_no_start_that_never_
     evaluated = run_main(CLI, ["eval", rl_file, f"run_dir={run}"])
     assert evaluated.returncode == 2 and "model.vocab_size" in evaluated.stderr, evaluated.stderr
     other = run_main(CLI, ["pretrain", config_file, f"run_dir={run}", "data.seq_length=16"])
-    assert other.returncode == 2 and "has a finished run, which is another one" in other.stderr
+    assert other.returncode == 2 and "has a finished run with other settings" in other.stderr
     assert all((run / f"logs/{number}/failure.json").exists() for number in (1, 2))
     assert [notice for notice in notices(read_run(run, "run")) if notice.level == "error"] == []
     # An attempt that wrote and failed is the run's: its step of 16 tokens is refused after the claim.

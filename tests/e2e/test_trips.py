@@ -56,6 +56,8 @@ STEP = {
     "metrics/metrics.py": "a metric and its reduction",
     "metrics/sinks.py": "the log",
     "metrics/jsonl.py": "metrics.jsonl",
+    "storage/files.py": "metrics.jsonl may have been deleted or moved",
+    "metrics/verdict.py": "an alarm where the reward rises and the accuracy falls",
     "errors.py": "control characters of a message are escaped",
 }
 """Files that a rollout batch of the plain recipe enters (one rank, routing replay R2, a KL penalty, one update). Before

@@ -117,7 +117,8 @@ def test_what_this_machine_cannot_run_is_marked(command):
 
 
 def templates():
-    """Every text in the code, values of f-strings as `…`."""
+    """Every text in the code, values of f-strings as `…`, and the script that all jobs share."""
+    yield (ROOT / "launch/job.sh").read_text(encoding="utf-8")
     for folder in ("mcore_rl", "launch"):
         for path in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
