@@ -270,9 +270,9 @@ def _bubblewrap(executable: str, prefixes: Sequence[str], limits: SandboxLimits)
         executable,
         *("--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"),
         *("--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox"),
-        *binds,
-        *("--proc", "/proc", "--dev", "/dev"),
-        *("--size", str(limits.memory_mib * MIB), "--tmpfs", HOME, "--chdir", HOME),
+        *("--size", str(limits.memory_mib * MIB), "--tmpfs", HOME),
+        *binds,  # after it: an interpreter may lie within the folder's name
+        *("--proc", "/proc", "--dev", "/dev", "--chdir", HOME),
         *("--setenv", "HOME", HOME, "--setenv", "PATH", "/usr/bin:/bin", "--"),
     ]
 
