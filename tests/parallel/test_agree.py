@@ -29,6 +29,7 @@ from mcore_rl.megatron.mesh import build_mesh, destroy_mesh, seed_ranks
 from mcore_rl.megatron.platform import Platform, start, stop
 from mcore_rl.train.loop import StopRequest
 from mcore_rl.workers.forked_rank import STOP_SIGNALS
+from mcore_rl.workers.launcher import free_port
 from tests.ranks import run_ranks
 from tests.unit.data.test_index_file import write
 
@@ -205,17 +206,18 @@ def limits_of_groups() -> set[float]:
 
 
 def test_work_of_hosts_may_take_longer_than_a_collective() -> None:
-    assert run_ranks(slow_hosts, 3) == [(0, "of rank 0"), (1, "of rank 0"), (2, "of rank 0")]
+    assert run_ranks(slow_hosts, 3, free_port()) == [(0, "of rank 0"), (1, "of rank 0"), (2, "of rank 0")]
 
 
-def slow_hosts() -> tuple[int, str]:
-    """On a rank whose collectives wait a second: results of work that takes two, on one rank after the other."""
+def slow_hosts(port: int) -> tuple[int, str]:
+    """On a rank whose collectives wait 4 s: results of work that takes 6, on one rank after the other."""
     stop()
-    start(PlatformConfig(layers="torch", timeout_s=1.0))
+    os.environ["MASTER_PORT"] = str(port)  # where the group that ends has none of its connections
+    start(PlatformConfig(layers="torch", timeout_s=4.0))
     rank = dist.get_rank()
 
     def slow(result: Any) -> Any:
-        time.sleep(2.0)
+        time.sleep(6.0)
         return result
 
     own = on_every_rank(lambda: slow(rank) if rank == 1 else rank)
