@@ -1,5 +1,6 @@
 """Tiny random models of transformers in fp32: the oracle of logits, and their weights as checkpoints name them."""
 
+import copy
 import json
 import tempfile
 from dataclasses import dataclass
@@ -228,7 +229,8 @@ def oracle(case: str, **changes: Any) -> Oracle:
     """The model of `CASES[case]` with random weights large enough that every part of it is seen in the logits."""
     prefix, settings = CASES[case]
     kind = "TextConfig" if prefix in ("Qwen3_5", "Qwen3_5Moe") else "Config"
-    config = getattr(transformers, prefix + kind)(**(settings | changes))
+    # Copied: a config of transformers adds what it derives to the entries that it is given.
+    config = getattr(transformers, prefix + kind)(**copy.deepcopy(settings | changes))
     return oracle_of(config, f"{prefix}ForCausalLM")
 
 
