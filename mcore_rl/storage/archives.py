@@ -96,7 +96,7 @@ class ArchiveRecord:
     crc: int
     """CRC-32 of its bytes; 0 if torch was asked to leave it out."""
     is_plain: bool
-    """Whether it is not compressed."""
+    """True if the record is stored uncompressed."""
 
 
 def archive_records(data: SliceableBytes) -> list[ArchiveRecord]:

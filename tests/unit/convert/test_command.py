@@ -61,7 +61,7 @@ NOT_OF_A_CONVERSION = ("megatron", "transformers", "torch.distributed.checkpoint
 
 
 def test_a_conversion_imports_neither_megatron_nor_torchs_checkpoints_before_it_writes(tmp_path: Path) -> None:
-    """Of an import all tensors are written before the `.metadata`, for which torch's classes are imported."""
+    """An import writes all tensors before the `.metadata`, for which torch's classes are imported."""
     source, checkpoint = saved("llama", tmp_path / "hf"), tmp_path / "ckpt"
     assert main(["convert", "import", str(source), str(checkpoint), "--no-check-logits", "--workers", "1"]) == 0
     code = (

@@ -179,7 +179,7 @@ def as_slices(where: Region) -> tuple[slice, ...]:
 
 
 def test_a_window_is_compared_with_the_copies_in_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a push plans and a check of a conversion composes grows with layers x experts, not with its square."""
+    """The plan of a push and the copies that a check composes grow with layers x experts, not with its square."""
     qwen = TINY["qwen3_moe"]
     model = qwen.model_copy(update={"num_layers": 6, "moe": qwen.moe.model_copy(update={"num_experts": 40})})
     weights = weight_map(model)

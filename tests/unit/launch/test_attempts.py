@@ -607,7 +607,7 @@ def test_neither_the_submitting_shell_nor_a_file_of_keys_changes_which_code_a_jo
 
 
 PMIX = ("srun: error: pmi/pmix: can not load PMIx library", "srun: error: Invalid MPI type 'pmix'")
-"""Of Slurm 22.05, with SLURM_MPI_TYPE=pmix in the environment and without that library."""
+"""Lines of Slurm 22.05 with SLURM_MPI_TYPE=pmix in the environment and without that library."""
 
 
 @pytest.mark.parametrize(("pre_node", "status"), [((), 0), (("true",), STATUS["refused"])])

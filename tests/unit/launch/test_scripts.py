@@ -110,7 +110,7 @@ SHORT = (
     "-F --nodefile, -G --gpus, -J --job-name, -k --no-kill, -m --distribution, -N --nodes, -n --ntasks, -o --output, "
     "-p --partition, -q --qos, -s --oversubscribe, -t --time, -W --wait, -w --nodelist, -x --exclude"
 )
-"""Of `sbatch --help` in Slurm 22.05, the short options that contradict a launch."""
+"""Short options of `sbatch --help` in Slurm 22.05 that contradict a launch."""
 
 
 def test_a_cluster_may_set_no_option_that_a_script_has(case):

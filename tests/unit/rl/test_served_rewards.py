@@ -243,7 +243,7 @@ JUDGED: dict[str, float | str] = {
     "Score: 1.2.3": "no single number",
     "Score: 1e999": "no single number",
 }
-"""What a judge may say -> its score, or the beginning of the reason why there is none."""
+"""Answers of a judge -> the score, or the beginning of the reason why it has failed."""
 
 
 def test_a_score_of_a_judge_is_read_whole_or_has_failed(server, tmp_path):
