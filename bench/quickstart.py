@@ -33,7 +33,7 @@ ONE_RANK = ("mesh.tp=1", "mesh.ep=1", "mesh.pp=1")
 RESULTS = Path(__file__).parent / "results" / "quickstart.json"
 IMAGE = ROOT / "docs" / "images" / "gains.svg"
 NAMES = {"sft": "fine-tuned", "grpo_r2": "GRPO, replay", "gspo": "GSPO"}
-TITLE = "Right answers to held-out problems during reinforcement learning"
+TITLE = "Correct answers to held-out problems during reinforcement learning"
 ROLLOUTS = 60
 """Rollout batches of an arm."""
 WIDTH, HEIGHT = 280, 144

@@ -45,7 +45,7 @@ class Prompts:
 
     def describe(self) -> list[str]:
         """Return log lines about the prompts and the ends of completions."""
-        number = f"{self.train.num_prompts} prompts" if self.train.num_prompts else "prompts without end"
+        number = f"{self.train.num_prompts} prompts" if self.train.num_prompts else "generated prompts (unlimited)"
         skipped = f"; left out: {self.train.skipped}" if self.train.skipped else ""
         return [
             f"{number} to learn from, {len(self.held_out)} held out{skipped}",
