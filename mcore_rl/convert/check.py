@@ -1,6 +1,4 @@
-"""List the contents of a checkpoint, check that files are as they were written, and verify that two checkpoints of any
-formats hold the same model.
-"""
+"""List a checkpoint's contents, check that its files are as written, and verify that two hold the same model."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -86,10 +84,7 @@ class CheckpointContents:
 
 
 def contents(path: Path) -> CheckpointContents:
-    """Return names, shapes, types and sizes of all tensors, and the marker's entries.
-
-    Raises CheckpointError if the checkpoint is damaged.
-    """
+    """Return names, shapes, types and sizes of all tensors, and the marker's entries; CheckpointError if damaged."""
     return _hf_contents(path) if is_hf(path) else _dist_contents(path)
 
 
@@ -133,9 +128,6 @@ def _dist_contents(path: Path) -> CheckpointContents:
 
 
 def _sums(tensors: list[TensorEntry]) -> dict[str, str]:
-    """Return numbers of tensors, elements and bytes: of the weights and, where they exist, of the optimizer and of the
-    critic with its own.
-    """
     weights = [tensor for tensor in tensors if not tensor.name.startswith((*OPTIMIZER, CRITIC))]
     elements = sum(math.prod(tensor.shape) for tensor in weights)
     sums = {
@@ -198,11 +190,7 @@ def _read(check: Callable[[], CheckedFile]) -> CheckedFile:
 
 
 def plan_check(path: Path) -> CheckPlan:
-    """Plan the check of a checkpoint, of the newest in a folder, of a Hugging Face folder, or of a .bin/.idx pair.
-
-    Raises:
-        CheckpointError: There is nothing to check at `path`.
-    """
+    """Plan the check of a checkpoint, the newest in a folder, a Hugging Face folder, or a .bin/.idx pair."""
     prefix = str(path)
     for ending in DATASET_ENDINGS:
         if path.is_file() and prefix.endswith(ending):
@@ -217,7 +205,6 @@ def plan_check(path: Path) -> CheckPlan:
 
 
 def _plan_checkpoint(path: Path) -> CheckPlan:
-    """Plan the check of a checkpoint by its marker, or if it has no marker, by the checksums inside its archives."""
     parts: dict[str, list[tuple[str, FileRange]]] = {}
     try:
         for index, info in (load_metadata(path).storage_data or {}).items():
@@ -324,7 +311,6 @@ def _part_faults(path: Path, parts: Iterable[tuple[str, FileRange]]) -> list[str
 
 
 def _plan_hf(path: Path) -> CheckPlan:
-    """Plan the check of a Hugging Face folder by the manifest of its export, or without a manifest, by its headers."""
     folder = path if path.is_dir() else path.parent
     manifest = folder / MANIFEST
     if not manifest.is_file():
@@ -461,18 +447,8 @@ class ComparedCheckpoint:
 def compare(
     one: Path, other: Path, reference: Path | None, mtp: MtpLayers, progress: ByteProgress, family: str | None = None
 ) -> list[Difference]:
-    """Return all differences between the models of two checkpoints.
-
-    Args:
-        one: A checkpoint of either format.
-        other: The checkpoint to compare with.
-        reference: A Hugging Face folder of the same model, for Megatron checkpoints that do not name their family.
-        mtp: Whether layers for multi-token prediction are compared or left out.
-        progress: Where progress is shown.
-        family: A family of the user's own, as `module:name`; None for the family that config.json names.
-
-    Raises:
-        CheckpointError: One of the two cannot be read completely.
+    """Return all differences between the models of two checkpoints of either format; CheckpointError if one cannot be
+    read. Without a marker, a Megatron checkpoint takes its family from the Hugging Face folder `reference`.
     """
     if is_hf(one) and is_hf(other):
         plain = open_hf(one), open_hf(other)
@@ -500,9 +476,7 @@ def compare(
 
 
 def open_model(path: Path, reference: Path | None, mtp: MtpLayers, family: str | None = None) -> HfModel | DistModel:
-    """Return a checkpoint of either format; a Megatron checkpoint that does not name its family takes the family of
-    `reference`.
-    """
+    """Return a checkpoint of either format; one of Megatron's without a family takes that of `reference`."""
     if is_hf(path):
         return open_hf_model(path, mtp=mtp, family=family)
     try:
@@ -514,10 +488,7 @@ def open_model(path: Path, reference: Path | None, mtp: MtpLayers, family: str |
 
 
 def _as_hf_tensors(found: HfModel | DistModel, repeated: Collection[str]) -> ComparedCheckpoint:
-    """Return a model under names that both formats can be converted to: Hugging Face's, with a tensor for each expert.
-
-    The tensors in `repeated`, such as a tied output, are compared too: a side without such a tensor uses the original.
-    """
+    """Return a model as Hugging Face's tensors, one for each expert, and those of `repeated` in any case."""
     weights = found.weights if isinstance(found, DistModel) else weight_map(found.model)
     copies, targets = copies_into_hf(weights.blocks), {}
     through = copies_into_megatron(found.weights.blocks)
@@ -540,7 +511,6 @@ def _as_hf_tensors(found: HfModel | DistModel, repeated: Collection[str]) -> Com
 
 
 def _config_of(folder: HfFolder) -> ModelConfig | None:
-    """Return the config of a folder; None for an unknown family, whose tensors alone can be compared."""
     try:
         return checked_model_from_hf(folder.config or {})
     except ConfigError:
@@ -578,7 +548,6 @@ def _compared(one: ComparedCheckpoint, other: ComparedCheckpoint, progress: Byte
 
 
 def _values(first: TensorSource, second: TensorSource, a: TargetTensor, b: TargetTensor) -> str:
-    """Return how many elements differ, and by how much: bit for bit, or by value if the types differ."""
     count, largest = 0, 0.0
     same_type = a.dtype == b.dtype
     for chunk in chunks_of(a):

@@ -105,10 +105,7 @@ class ExportOptions:
 
 
 def plan_export(source: Path, folder: Path, options: ExportOptions, settings: CopySettings) -> Conversion:
-    """Plan the export of a checkpoint to the Hugging Face folder `folder`.
-
-    All errors that can be found now are raised at this point (CheckpointError or ConfigError, with names).
-    """
+    """Plan an export; CheckpointError or ConfigError for all that can be known before it starts."""
     reference, others = _reference(options.reference)
     copied = small_files(options.reference) if options.reference is not None else {}
     if options.text is not None:
@@ -209,7 +206,6 @@ def export_targets(dist_model: DistModel, dtype: OutputDtype, reference: HfFolde
 
 
 def _types_before(dist_model: DistModel, reference: HfFolder | None) -> dict[str, torch.dtype]:
-    """Return the types of the reference's tensors, or else of the import's source, by their names in the family."""
     if reference is not None:
         return {name: tensor.dtype for name, tensor in reference.tensors.items()}
     imported = import_behind(dist_model.folder.path)
@@ -254,10 +250,7 @@ def _passing(reference: HfFolder | None, names: Sequence[str]) -> list[TargetTen
 def _taken_notes(
     dist_model: DistModel, reference: HfFolder | None, others: Sequence[str], blocks: Blocks | None
 ) -> list[str]:
-    """Return a note on the tensors `others`, outside of the text model, that an export takes from its reference.
-
-    Raises CheckpointError if these, or scales of blocks, are not those of the folder that the model was imported from.
-    """
+    """Note the tensors `others` that an export copies; CheckpointError unless they are the imported folder's."""
     if reference is None or not (copied := [*others, *(blocks.copied if blocks else ())]):
         return []
     imported, source = import_behind(dist_model.folder.path), HfSource(reference)
@@ -293,7 +286,6 @@ def _source(dist_model: DistModel, reference: HfFolder | None, blocks: Blocks | 
 def _small_files(
     dist_model: DistModel, options: ExportOptions, targets: Sequence[TargetTensor]
 ) -> tuple[dict[str, bytes], list[str]]:
-    """Return the small files, by name, partly copied from a reference, and notes about them."""
     files: dict[str, bytes] = {}
     special: dict[str, Any] = {}
     notes = []
@@ -330,10 +322,7 @@ def score_padding(special: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 def _config(
     dist_model: DistModel, options: ExportOptions, targets: Sequence[TargetTensor], special: dict[str, Any]
 ) -> tuple[bytes, list[str]]:
-    """Return config.json, byte for byte the reference's if nothing in it changes, and notes about it.
-
-    Without a reference it includes `special`, the ids of the special tokens: absent keys would mean other ids.
-    """
+    """Return config.json, the reference's bytes if nothing changes, else with `special` ids, and notes about it."""
     dtype = usual_dtype(targets)
     if options.reference is None:
         config = checked_hf_config(dist_model.model) | special | {"dtype": dtype}
@@ -378,7 +367,6 @@ def as_json(content: Mapping[str, Any]) -> bytes:
 
 
 def _padding_notes(dist_model: DistModel) -> list[str]:
-    """Return a note if training has changed the rows that pad the vocabulary; they are dropped anyway."""
     notes = []
     source = dist_model.source()
     for key, where in dist_model.weights.padding:
@@ -485,9 +473,7 @@ class HubRepository:
             raise ConfigError(f"--push-to-hub {name} is public. Add --public to push there, or give another NAME.")
 
     def preview(self, conversion: Conversion) -> Iterator[str]:
-        """Yield lines about an export that is only planned: its files with the bytes of their tensors, and the
-        repository.
-        """
+        """Yield lines about an export that is only planned: its files with their bytes, and the repository."""
         sizes: Counter[str] = Counter()
         for task in conversion.tasks:
             sizes[task.file] += task.num_bytes
@@ -498,12 +484,7 @@ class HubRepository:
         yield f"would be pushed to {self.name}, a {kind} repository of a model. Nothing was written or sent."
 
     def push(self, folder: Path) -> str:
-        """Make the repository if it is not there, upload a folder into it in place of an earlier export, and return its
-        address.
-
-        Raises:
-            CheckpointError: The repository is public and may not be, or the Hub refuses or cannot be reached.
-        """
+        """Upload a folder in place of an earlier export; return the address. CheckpointError if refused."""
         hub = _library()
         api = hub.HfApi(library_name="mcore_rl")
         again = f"{folder} is complete; to push it later: hf upload {self.name} {shlex.quote(str(folder))}"

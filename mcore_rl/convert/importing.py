@@ -111,10 +111,7 @@ class DistWriter:
 
 
 def empty_extra_states(weights: WeightMap) -> dict[str, bytes]:
-    """Return the extra states of a model without fp8, as `write_metadata` takes them.
-
-    By default Megatron-LM demands of a checkpoint every extra state of its layers, though there is nothing in them.
-    """
+    """Return the extra states of a model without fp8, which Megatron-LM demands of a checkpoint by default."""
     file = io.BytesIO()
     # Megatron saves a list of the objects of a key.
     torch.save([None], file)
@@ -122,13 +119,7 @@ def empty_extra_states(weights: WeightMap) -> dict[str, bytes]:
 
 
 def write_metadata(folder: Path, done: Sequence[RecordedTask], objects: Mapping[str, bytes]) -> None:
-    """Write `.metadata`, which names file and range of each chunk.
-
-    Args:
-        folder: The checkpoint so far.
-        done: All tasks with their records.
-        objects: Objects that are not tensors, as written by torch.save, by key; they go into a separate file.
-    """
+    """Write `.metadata`, which names file and range of each chunk, and a file of `objects` (by torch.save)."""
     # Imported last: it takes a second, in which the first bytes are copied.
     filesystem, torchs = (importlib.import_module(f"{TORCHS}.{name}") for name in ("filesystem", "metadata"))
     chunks: dict[str, list[Any]] = {}
@@ -185,14 +176,7 @@ def single_rank_common(model: ModelConfig, step: int, layout: KeyLayout) -> dict
 
 
 def write_last_file(folder: Path, model: ModelConfig, step: int, before: Marker | None = None) -> None:
-    """Write the marker, with which the folder is complete.
-
-    Args:
-        folder: The checkpoint; all its other files are written.
-        model: The model's config.
-        step: The step that the weights are of.
-        before: Marker of the checkpoint that the training state comes from; None if there are only weights.
-    """
+    """Write the marker, which completes the folder; `before` is that of the training state, if any."""
     # A marker already exists if the folder could not be renamed before, for example after comparing logits.
     files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     names = sorted(name for name in files if name != MARKER)
@@ -237,10 +221,7 @@ class ImportOptions:
 
 
 def plan_import(source: Path, folder: Path, options: ImportOptions, settings: CopySettings) -> Conversion:
-    """Plan the import of the Hugging Face folder `source` to `folder/iter_0000000`.
-
-    All errors that can be found from headers are raised at this point (CheckpointError or ConfigError, with names).
-    """
+    """Plan an import to `folder/iter_0000000`; CheckpointError or ConfigError for all that headers show."""
     hf_model = open_hf_model(source, mtp=options.mtp, vocab_multiple=options.vocab_multiple, family=options.family)
     layout = KeyLayout(options.keys, options.layers or native_layout(hf_model.model).layers)
     weights = KeyTranslation(hf_model.model, layout).weights(hf_model.weights)
@@ -322,17 +303,8 @@ def _finish_import(
 def plan_relayout(
     source: Path, folder: Path, layout: KeyLayout, reference: Path | None, settings: CopySettings
 ) -> Conversion:
-    """Plan to write a checkpoint to `folder/iter_<step>` under the keys of `layout`.
-
-    Args:
-        source: The checkpoint; its tensors, optimizer state and other objects are written.
-        folder: Folder of the output.
-        layout: The layout of the new keys.
-        reference: A Hugging Face folder of the same model, for checkpoints that do not name their family.
-        settings: How the conversion is run.
-
-    Raises:
-        CheckpointError: The checkpoint cannot be read, or has optimizer state that is not laid out like the weights.
+    """Plan to write a checkpoint, with its optimizer state, to `folder/iter_<step>` under the keys of `layout`. Raises
+    CheckpointError if it cannot be read, or its optimizer state is not laid out like the weights.
     """
     dist_model = open_dist_model(source, reference)
     targets = list(_targets(dist_model, layout))
@@ -363,7 +335,6 @@ def plan_relayout(
 
 
 def _targets(dist_model: DistModel, layout: KeyLayout) -> Iterator[TargetTensor]:
-    """Yield each tensor under its new key: the weights, and the optimizer's tensors with the same layout."""
     folder = dist_model.folder
     refuse_singletons(dist_model.layout, folder.path)
     old = KeyTranslation(dist_model.model, dist_model.layout)
@@ -399,7 +370,6 @@ def _targets(dist_model: DistModel, layout: KeyLayout) -> Iterator[TargetTensor]
 def _copies_by_new_key(
     shapes: Mapping[str, Shape], old: KeyTranslation, new: KeyTranslation
 ) -> dict[str, list[RegionCopy]]:
-    """Return, for each new key, the copies from old keys that fill it; `shapes` has the weight map's shapes."""
     copies: dict[str, list[RegionCopy]] = {}
     one_by_one = {old.layout.layers, new.layout.layers} != {"stacked"}
     for key, shape in shapes.items():
@@ -450,10 +420,7 @@ def _finish_relayout(
 
 
 def _changed_common(dist_model: DistModel, layout: KeyLayout) -> dict[str, Any] | None:
-    """Return the common state with the arguments that HybridModel's layers have, or GPTModel's; None without a change.
-
-    CheckpointError if it has an object of a class that no state of Megatron has.
-    """
+    """Return the common state with the arguments of the new kind of layers; None without a change."""
     common = dist_model.folder.path / COMMON
     if (dist_model.layout.layers == "hybrid") == (layout.layers == "hybrid") or not common.is_file():
         return None

@@ -81,21 +81,9 @@ def largest_distance(
     mtp: MtpLayers = "keep",
     dtype: torch.dtype | None = None,
 ) -> OutputDistance:
-    """Run both models in fp32 on the same random tokens and return how far apart their outputs are.
-
-    This process must not have Megatron's groups yet.
-
-    Args:
-        one: A checkpoint of either format.
-        other: The checkpoint to compare with.
-        reference: A Hugging Face folder of the same model, for Megatron checkpoints that do not name their family.
-        progress: Where progress is shown.
-        mtp: Whether MTP layers, which are not compared, may be absent ("drop").
-        dtype: Type to which transformers' weights are rounded first, as the other side's were; None for no rounding.
-
-    Raises:
-        CheckpointError: The models have different sizes, or either computes a value that is not finite.
-        ConfigError: Transformers does not have the model.
+    """Run both models in fp32 on the same random tokens and return how far apart their outputs are. This process must
+    not have Megatron's groups yet; transformers' weights are rounded to `dtype` first, if given. Raises CheckpointError
+    for models of different sizes and values that are not finite, ConfigError if transformers does not have the model.
     """
     outputs: list[list[Tensor]] = []
     for path in (one, other):
@@ -151,10 +139,7 @@ def is_in_transformers(model_type: object) -> bool:
 
 
 def _in_transformers(found: HfModel, tokens_BS: Tensor, dtype: torch.dtype | None) -> list[Tensor]:
-    """Run transformers' model with weights rounded to `dtype`: a whole small one, or one layer after the other.
-
-    Returns each layer's output `[B, S, D]`, and last the logits `[B, S, V]`.
-    """
+    """Run transformers' model; return each layer's output `[B, S, D]`, and last the logits `[B, S, V]`."""
     path, whole_config = found.folder.path, found.folder.config or {}
     text, model_type = text_config(whole_config), whole_config.get("model_type")
     if not is_in_transformers(model_type):
@@ -213,7 +198,6 @@ def _in_transformers(found: HfModel, tokens_BS: Tensor, dtype: torch.dtype | Non
 def _load_hf(
     found: HfModel, copies: Mapping[str, Copies], source: HfSource, dtype: torch.dtype | None, name: str, tensor: Tensor
 ) -> None:
-    """Fill a parameter of transformers' model from the folder's tensors, rounded to the type that an import has."""
     originals = {duplicate.name: duplicate.original for duplicate in found.weights.copies}
     name = originals.get(name, name)
     # The biases of the choice of experts stay as they are. Quantized weights are read as the model's type.
@@ -225,7 +209,6 @@ def _load_hf(
 
 
 def _copies_of_modules(found: HfModel) -> dict[str, Copies]:
-    """Return the copies that make transformers' parameters, with fused experts, from the files' tensors."""
     through = copies_into_megatron(found.weights.blocks)
     inner = copies_into_hf(weight_map(found.model, "fused").blocks)
     return {name: composed(copies, through) for name, copies in inner.items()}
@@ -241,10 +224,7 @@ def _restore_wavelengths(model: nn.Module, config: Any) -> None:
 
 
 def _in_megatron(found: DistModel, tokens_BS: Tensor) -> list[Tensor]:
-    """Run Megatron's model on one rank; only the current module has storage.
-
-    Returns each layer's output `[B, S, D]`, and last the logits `[B, S, V]`.
-    """
+    """Run Megatron's model on one rank, with storage for one module at a time; returns as `_in_transformers`."""
     refuse_singletons(found.layout, found.folder.path)
     settings = PlatformConfig(precision="fp32", layers="torch")
     platform, mesh = start(settings), build_mesh(MeshConfig())
@@ -311,7 +291,6 @@ def _storage_id(tensor: Tensor) -> int:
 def _outputs_of(
     units: Sequence[nn.Module], enter: Callable[[nn.Module], None], leave: Callable[[nn.Module], None]
 ) -> Iterator[list[Tensor]]:
-    """Collect the output of each unit, in order; `enter` and `leave` are called around its forward."""
     outputs: list[Tensor] = []
     generator = torch.Generator().manual_seed(0)
 

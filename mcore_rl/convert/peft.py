@@ -69,12 +69,7 @@ def plan_adapter_export(
     dtype: OutputDtype,
     settings: CopySettings,
 ) -> Conversion:
-    """Plan the export of a checkpoint's low-rank adapters, without the weights, to the folder `folder`.
-
-    Raises:
-        CheckpointError: The checkpoint has no adapters, or peft cannot represent them.
-        ConfigError: It is a reward model, for whose family transformers has no class.
-    """
+    """Plan the export of low-rank adapters alone; CheckpointError or ConfigError if there are none for peft."""
     dist_model = open_dist_model(source, reference, adapters="apart")
     lora = stored_lora(dist_model.folder)
     if lora is None:
@@ -130,15 +125,8 @@ class AdaptedModel:
 
 def write_served_adapter(folder: Path, tensors: Mapping[str, Tensor], lora: LoraConfig, model: ModelConfig) -> int:
     """Write a peft folder for an inference server, with a module for each expert. Returns the tensors' size in bytes.
-
-    Servers ignore the patterns and apply the same scale, `lora_alpha / r`, to all modules. The folder's scale is 1, and
-    each module's own scale is multiplied into its B.
-
-    Args:
-        folder: Folder to create.
-        tensors: Whole adapters by Megatron's keys (`model.global_tensors.gathered`).
-        lora: The section `lora` of the adapters.
-        model: The model's config.
+    `tensors` are whole adapters by Megatron's keys. Servers ignore the patterns and apply the scale `lora_alpha / r` to
+    all modules: it is 1 here, and each module's own scale is multiplied into its B.
     """
     weights = weight_map(model.model_copy(update={"mtp_layers": 0}), "each")
     adapters = dict(_wanted(weights, lora, model))
@@ -182,8 +170,6 @@ def adapter_targets(adapted: AdaptedModel, layout: AdapterLayout, dtype: OutputD
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Matrix:
-    """A Megatron matrix with an adapter."""
-
     adapter: StoredAdapter
     lead: Region
     """Layer and expert in Megatron's tensors."""
@@ -215,7 +201,6 @@ def _matrices(weights: WeightMap, adapters: Mapping[str, StoredAdapter], model: 
 
 
 def _of_each_projection(matrix: _Matrix, adapted: AdaptedModel, dtype: OutputDtype) -> Iterator[TargetTensor]:
-    """Yield A and B of each module that a matrix packs; a shared A is written once per module."""
     adapter, lead = matrix.adapter, matrix.lead
     ranks, inputs = AxisRange(0, adapter.rank), AxisRange(0, adapter.num_inputs)
     for projection, (name, blocks) in enumerate(matrix.parts):
@@ -271,11 +256,8 @@ def _target(
 
 
 def read_peft(folder: Path, lora: LoraConfig, model: ModelConfig) -> dict[str, Tensor]:
-    """Return the adapters in a folder of peft, and its scalar head if the model has one, by Megatron's keys.
-
-    Raises:
-        CheckpointError: It is not a peft folder, it is damaged, its adapters are of another kind, or they do not fit
-            `lora` and the model; each is named.
+    """Return the adapters in a folder of peft, and the scalar head of a model with one, by Megatron's keys. Raises
+    CheckpointError, with names, if they are damaged, of another kind, or do not fit `lora` and the model.
     """
     config = read_json(folder / ADAPTER_CONFIG)
     if not (folder / TENSORS).is_file():
@@ -358,7 +340,6 @@ def _fill(
     config: Mapping[str, Any],
     model: ModelConfig,
 ) -> Iterator[str]:
-    """Fill A and B of one matrix, note the names that were read, and yield their faults."""
     adapter = matrix.adapter
     wrapper = f"{PREFIX}{_wrapper(matrix, model)}" if matrix.is_expert else ""
     if f"{wrapper}.lora_A.{WEIGHT}" in tensors:

@@ -69,12 +69,7 @@ class MadeTensor:
 
 
 def plan_upcycle(source: Path, folder: Path, options: UpcycleOptions, settings: CopySettings) -> Conversion:
-    """Plan the mixture `folder` of the dense Hugging Face folder `source`.
-
-    Raises:
-        CheckpointError: The source cannot be read as a whole.
-        ConfigError: The source is of a family without a mixture, or the options do not fit its MLP.
-    """
+    """Plan the mixture of a dense Hugging Face folder; CheckpointError or ConfigError if it does not fit."""
     found = open_hf_model(source)
     check_copies(found)
     _check(found.model, options)
@@ -215,7 +210,6 @@ def _check(dense: ModelConfig, options: UpcycleOptions) -> None:
 
 
 def _config(found: HfModel, options: UpcycleOptions) -> dict[str, Any]:
-    """Return the config.json of the mixture: the dense model's with the family's own keys."""
     dense = found.model
     family = family_named(UPCYCLED[dense.family])
     has_shared = family.has_shared_expert_gate
@@ -238,14 +232,12 @@ def _config(found: HfModel, options: UpcycleOptions) -> dict[str, Any]:
 def _mlp_copies(
     dense: ModelConfig, model: ModelConfig, options: UpcycleOptions, made: dict[str, MadeTensor]
 ) -> Iterator[tuple[str, tuple[RegionCopy, ...]]]:
-    """Yield the copies for each tensor that the dense model does not have, and describe these tensors in `made`."""
     family, hidden, width = family_of(model), dense.hidden_size, dense.ffn_hidden_size
     names, sliced = family.moe_names, width // options.granularity
     has_shared = family.has_shared_expert_gate
     scale = options.granularity * (1 - SHARED_PART if has_shared else 1.0)
 
     def slice_of(name: str, origin: str, where: Region, factor: float) -> tuple[str, tuple[RegionCopy, ...]]:
-        """Return a tensor that has a region of the dense model's `origin`, times `factor`, with noise."""
         source = origin
         if factor != 1 or options.noise:
             made[name], source = MadeTensor(origin, factor), name

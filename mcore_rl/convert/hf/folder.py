@@ -148,7 +148,6 @@ def _adapter_fault(folder: Path, name: str) -> str:
 
 
 def _files(folder: Path) -> list[str]:
-    """Return the files that make up the checkpoint, by the index or by their names."""
     if (folder / INDEX).is_file():
         names = sorted(set(_weight_map(folder).values()))
         missing = [name for name in names if not (folder / name).is_file()]
@@ -181,7 +180,6 @@ def _files(folder: Path) -> list[str]:
 
 
 def _weight_map(folder: Path) -> Mapping[str, str]:
-    """Return the index's file of each tensor; CheckpointError when it names anything outside of the folder."""
     index = read_json(folder / INDEX)
     names = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
@@ -269,10 +267,7 @@ WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".distcp", ".gguf", ".onn
 
 
 def small_files(folder: Path) -> dict[str, Path]:
-    """Return the files that an import or export of the model has too, by their names in the folder.
-
-    A checkpoint has them where it was imported, and then config.json. CheckpointError for a file that was cut off.
-    """
+    """Return the files that a conversion copies, by name; CheckpointError for one that is cut off."""
     found = {
         str(file.relative_to(folder)): file
         for file in (*sorted(folder.iterdir()), *sorted(folder.glob(f"{MORE_TEMPLATES}/*.jinja")))

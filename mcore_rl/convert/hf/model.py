@@ -129,7 +129,6 @@ class HfSource:
             out_ECR[index] = values_RC[:, slice(*columns)].mT
 
     def _fill_from_int4(self, out: Tensor, name: str, where: Region) -> None:
-        """Fill `out` from the rows of blocks in `where`, each stored contiguously."""
         rows, columns = where
         parts = []
         for suffix in (INT4_PACKED, INT4_SCALE):
@@ -143,10 +142,7 @@ class HfSource:
 
 
 def source_checksums(folder: HfFolder, done: Iterable[RecordedTask]) -> dict[str, Any]:
-    """Return, for the manifest, the files that were read and the CRC-32 of each tensor.
-
-    Tensors that were not read by whole rows, such as transposed tensors, are read once more for it.
-    """
+    """Return, for the manifest, the files read and each tensor's CRC-32, which may take one more reading."""
     parts: dict[str, list[PartChecksum]] = {}
     for _, records in done:
         for record in records:
@@ -207,17 +203,9 @@ class HfModel:
 def open_hf_model(
     path: Path, *, mtp: MtpLayers = "keep", vocab_multiple: int | None = None, family: str | None = None
 ) -> HfModel:
-    """Return the model in a folder.
-
-    Args:
-        path: The folder.
-        mtp: Whether layers for multi-token prediction are kept or left out.
-        vocab_multiple: The vocabulary is padded to a multiple of this; None for the default of model.vocab_multiple.
-        family: A family of the user's own, as `module:name`; None for the family that config.json names.
-
-    Raises:
-        CheckpointError: Tensors are missing, left over, or of other shapes or types; each is named.
-        ConfigError: config.json describes a model that Megatron or this program cannot represent.
+    """Return the model in a folder, padded to `vocab_multiple` tokens, of the user's own `family` (module:name) if one
+    is given. Raises CheckpointError naming tensors that are missing, left over, or of wrong shape or type; ConfigError
+    for models not supported.
     """
     folder = open_hf(path)
     if folder.config is None:
@@ -252,11 +240,7 @@ def open_hf_model(
 
 
 def with_quantization(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the text model's config with the quantization: for a model around a text model, either config may have it.
-
-    Raises:
-        ConfigError: The quantization is no object.
-    """
+    """Return the text model's config with the quantization of either; ConfigError if that is no object."""
     outer = {QUANTIZATION: config[QUANTIZATION]} if config.get(QUANTIZATION) else {}
     quantized = {**text_config(config), **outer}
     check_types(quantized, {QUANTIZATION: OBJECT})
@@ -278,9 +262,7 @@ def check_copies(found: HfModel) -> None:
 
 
 def in_text_names(folder: HfFolder) -> tuple[HfFolder, tuple[str, ...]]:
-    """Return a folder with its text model's tensors under the names of their family, and the names of all other
-    tensors.
-    """
+    """Return a folder with its text model's tensors under their family's names, and the other names."""
     shell = shell_of(folder.config or {})
     if shell is None:
         return folder, ()
@@ -303,10 +285,7 @@ def expert_layout(folder: HfFolder) -> ExpertLayout:
 
 
 def _with_mtp(model: ModelConfig, folder: HfFolder) -> ModelConfig:
-    """Return the model with the MTP layer that the folder has, although its config.json does not count it.
-
-    Qwen3-Next's config.json has no such key, and programs that do not know the layer save none of its tensors.
-    """
+    """Add the MTP layer that the folder has: Qwen3-Next's config.json has no key for it, and some folders lack it."""
     prefix = family_of(model).mtp_prefix
     if prefix is None or model.mtp_layers or not any(name.startswith(prefix) for name in folder.tensors):
         return model
@@ -314,7 +293,6 @@ def _with_mtp(model: ModelConfig, folder: HfFolder) -> ModelConfig:
 
 
 def _model_dtype(config: dict[str, Any]) -> torch.dtype:
-    """Return the type that config.json sets by its current or its old key; bf16 if absent."""
     name = config.get("dtype") or config.get("torch_dtype")
     return {"float32": torch.float32, "float16": torch.float16}.get(str(name), torch.bfloat16)
 
@@ -332,7 +310,6 @@ def _refuse_consolidated(folder: HfFolder) -> None:
 
 
 def _check_names(found: HfModel, dropped: set[str]) -> None:
-    """Raise CheckpointError unless the folder has exactly the model's tensors; scales count as part of a tensor."""
     left = dropped.union(found.passing)
     shapes = {
         name: shape

@@ -81,7 +81,6 @@ def fp8_block_size(config: Mapping[str, Any]) -> int:
 
 
 def _is_int4(quantization: Mapping[str, Any]) -> bool:
-    """Return whether compressed-tensors' settings are the supported int4 blocks."""
     groups = quantization.get("config_groups")
     if quantization.get("format") != "pack-quantized" or not isinstance(groups, Mapping) or not groups:
         return False
@@ -123,14 +122,9 @@ def fp8_faults(tensors: Mapping[str, HfTensor], block: int) -> Iterator[str]:
 
 
 def dequantize_fp8(rows: Tensor, scales: Tensor, first_row: int, block: int, dtype: torch.dtype) -> Tensor:
-    """Return each element times the scale of its block: the product in fp32, rounded once to `dtype`.
-
-    Args:
-        rows: fp8 `[n, columns]`, the rows of a tensor from `first_row` on.
-        scales: fp32 `[blocks of rows, blocks of columns]` of the whole tensor.
-        first_row: Index in the tensor of the first of `rows`; it need not begin a block.
-        block: Rows and columns of a block.
-        dtype: Type of the result.
+    """Return each fp8 element of `rows` `[n, columns]` times the scale of its block, rounded once to `dtype`. `scales`
+    are fp32 `[blocks of rows, blocks of columns]` of the whole tensor; `first_row`, the index of the first of `rows`,
+    need not begin a block.
     """
     values = torch.empty(rows.shape, dtype=dtype)
     column_blocks = torch.arange(rows.shape[1]) // block
@@ -213,10 +207,7 @@ def mxfp4_faults(tensors: Mapping[str, HfTensor]) -> Iterator[str]:
 
 
 def unpack_mxfp4(out: Tensor, blocks: Tensor, scales: Tensor) -> None:
-    """Fill `out` `[rows, columns]` with the values of `blocks` `[rows, G, 16]` and `scales` `[rows, G]`.
-
-    The product is exact in fp32, and rounded once, to the type of `out`.
-    """
+    """Fill `out` `[rows, columns]` from `blocks` `[rows, G, 16]` and `scales` `[rows, G]`: fp32, rounded once."""
     rows = max(1, BAND_BYTES // max(1, blocks[0].numel() if len(blocks) else 1))
     for start in range(0, len(blocks), rows):
         band = slice(start, start + rows)
@@ -250,10 +241,7 @@ def int4_faults(tensors: Mapping[str, HfTensor]) -> Iterator[str]:
 
 
 def unpack_int4(out: Tensor, packed: Tensor, scales: Tensor) -> None:
-    """Fill `out` `[rows, columns]` from `packed` `[rows, columns / 8]` and `scales` `[rows, columns / 32]`.
-
-    The product is exact in fp32, and rounded once, to the type of `out`.
-    """
+    """Fill `out` `[rows, columns]` from `packed` `[rows, columns / 8]` and `scales` `[rows, columns / 32]`."""
     rows = max(1, BAND_BYTES // max(1, packed.shape[1] * packed.element_size()))
     for start in range(0, len(packed), rows):
         band = slice(start, start + rows)
@@ -263,10 +251,8 @@ def unpack_int4(out: Tensor, packed: Tensor, scales: Tensor) -> None:
 
 
 def pack_int4(weights: Tensor, scales: Tensor) -> Tensor:
-    """Return `weights` `[rows, columns]` as words `[rows, columns / 8]` of whole numbers of steps of `scales`.
-
-    Weights dequantized from int4 blocks with these scales give back the same words; a weight outside -8 to 7 steps is
-    clamped.
+    """Return `weights` `[rows, columns]` as words `[rows, columns / 8]` of whole numbers of steps of `scales`, clamped
+    to -8 to 7: what was dequantized with these scales gives back the same words.
     """
     steps = weights.float().unflatten(1, (-1, INT4_BLOCK)) / scales.float()[..., None]
     numbers = steps.round().clamp(-8, 7).to(torch.int32) + 8

@@ -75,15 +75,8 @@ def is_of_tokenizer(name: str) -> bool:
 
 def text_files(text: ModelText, model: ModelConfig, reference: Path | None) -> tuple[dict[str, bytes], dict[str, Any]]:
     """Return the files of tokenizer, chat template and generation, by name, and the special tokens for config.json.
-
-    Args:
-        text: The tokenizer and its chat template.
-        model: The model; its vocabulary must hold all tokens.
-        reference: A folder; its generation_config.json is kept and gets the end tokens that it lacks.
-
-    Raises:
-        DataError: The tokenizer, the template or generation_config.json cannot be read.
-        CheckpointError: The tokenizer does not fit the model, or cannot be brought to Hugging Face's format.
+    Raises DataError if a file cannot be read, CheckpointError if the tokenizer does not fit the model or Hugging Face's
+    format.
     """
     tokenizer, path = load_tokenizer(text.tokenizer), Path(text.tokenizer.path or "")
     if tokenizer.vocab_size > model.vocab_size:
@@ -110,11 +103,7 @@ def text_files(text: ModelText, model: ModelConfig, reference: Path | None) -> t
 
 
 def sentencepiece_files(path: Path, tokenizer: Tokenizer, max_length: int) -> dict[str, bytes]:
-    """Return the files of a sentencepiece model in Hugging Face's format, and the model itself.
-
-    Raises:
-        CheckpointError: The model cuts texts in a way that Hugging Face's tokenizers do not.
-    """
+    """Return a sentencepiece model in both formats; CheckpointError if Hugging Face's cuts texts differently."""
     processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
     for translated in _translations(processor):
         if _cuts_alike(translated, tokenizer, processor):
@@ -145,14 +134,7 @@ def sentencepiece_files(path: Path, tokenizer: Tokenizer, max_length: int) -> di
 
 
 def model_card(model: ModelConfig, step: int, run: Path | None, reference: Path | None) -> bytes:
-    """Return README.md: the model, the run and the commit that made it, and its last metrics.
-
-    Args:
-        model: The model.
-        step: The step that the weights are of.
-        run: Folder of the run that trained it; None if unknown.
-        reference: The folder of the model that the training began from, if any.
-    """
+    """Return README.md: the model, the run and the commit that made it, and its last metrics up to `step`."""
     lines = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
     lines += ["---", "", f"# {run.resolve().name if run else model.family}", ""]
     lines += [f"A {model.family} model, exported by mcore_rl {__version__} from step {step} of its training.", ""]
@@ -178,7 +160,6 @@ def model_card(model: ModelConfig, step: int, run: Path | None, reference: Path 
 
 
 def _generation_config(text: ModelText, tokenizer: Tokenizer, reference: Path | None, path: Path) -> dict[str, Any]:
-    """Return generation_config.json of the reference or of the tokenizer's folder, with the tokens that end a text."""
     template = text.chat_template
     if template is None and text.tokenizer.kind == "huggingface" and has_template(path):
         template = "tokenizer"  # it is in the output, even if the model was not trained on it
@@ -245,7 +226,6 @@ def _translations(processor: sentencepiece.SentencePieceProcessor) -> Iterator[t
 def _cuts_alike(
     translated: tokenizers.Tokenizer, tokenizer: Tokenizer, processor: sentencepiece.SentencePieceProcessor
 ) -> bool:
-    """Return whether both tokenizers give the same ids, for texts of many kinds and for the text of every piece."""
     pieces = [
         processor.id_to_piece(index).replace(SPACE, " ")
         for index in range(processor.vocab_size())
@@ -270,7 +250,6 @@ def _last_metrics(run: Path, step: int) -> dict[str, tuple[float, int]]:
 
 
 def _cell(text: str) -> str:
-    """Return a text as a cell of a table."""
     return text.replace("|", "\\|").replace("\n", " ")
 
 

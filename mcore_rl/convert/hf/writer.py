@@ -86,7 +86,6 @@ class SafetensorsWriter:
         return ranges
 
     def _lay_out(self, file: str, targets: Sequence[TargetTensor]) -> None:
-        """Compute the header of a file, its size, and the byte at which each tensor begins."""
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
         position = 0
         for target in targets:
@@ -187,16 +186,8 @@ class Blocks:
 def blocks_like(
     kind: Quantization, reference: HfFolder | None, path: Path | None, plain: Sequence[TargetTensor]
 ) -> Blocks | None:
-    """Return which of the tensors `plain` are written in blocks; None if none shall be.
-
-    Args:
-        kind: The user's choice.
-        reference: A folder of the same model with such blocks, under its family's names; None if it has no tensors.
-        path: Where the reference is, for messages.
-        plain: The tensors of the export without blocks.
-
-    Raises:
-        CheckpointError: The reference has no such blocks, or they contradict its config.json or the model.
+    """Return which of the tensors `plain` are written in blocks, as the reference has them; None if none shall be.
+    Raises CheckpointError if the reference has no such blocks, or they contradict its config.json or the model.
     """
     if kind == "none":
         return None
@@ -338,7 +329,6 @@ class WithFp8(WithBlocks):
             out_RC[low - rows.start : high - rows.start] = part[low - first : high - first, slice(*columns)]
 
     def _row_of_blocks(self, weight: TargetTensor, index: int) -> tuple[Tensor, Tensor]:
-        """Return the numbers and scales of a row of blocks (see quantize_fp8)."""
         name, first = weight.name + FP8_SCALE, index * self._block
         rows = AxisRange(first, min(first + self._block, weight.shape[0]))
         dtype = self._folder.tensors[name].dtype
@@ -352,7 +342,6 @@ class WithFp8(WithBlocks):
 
 
 def _exceptions(weights: Mapping[str, TargetTensor], modules: Sequence[str]) -> Iterator[str]:
-    """Yield a sentence for each weight that servers do not read in fp8, as by `modules` of config.json."""
     for name, weight in weights.items():
         module = name.removesuffix(".weight")
         named = [key for key in modules if f".{module}.".endswith(f".{key}.") or module.startswith(f"{key}.")]

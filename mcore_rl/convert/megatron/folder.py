@@ -128,10 +128,7 @@ def open_dist(path: Path) -> DistFolder:
 
 
 def check_files(folder: DistFolder) -> None:
-    """Raise a CheckpointError when a file has changed since it was written, by the small records of its archives.
-
-    The elements of tensors are compared with their checksums when they are read (DistSource).
-    """
+    """Raise a CheckpointError for a changed file, by its small records; DistSource checks tensors when read."""
     if folder.base is not None:
         check_files(folder.base)
     if folder.marker is None:
@@ -145,7 +142,6 @@ def check_files(folder: DistFolder) -> None:
 
 
 def _entries(path: Path, metadata: StoredMetadata) -> tuple[dict[str, DistTensor], dict[str, FileRange]]:
-    """Return tensors and objects by key; CheckpointError unless the parts of each tensor make it up exactly once."""
     tensors, objects = {}, {}
     places = {(index.fqn, tuple(index.offset or ())): info for index, info in (metadata.storage_data or {}).items()}
     for key, entry in sorted(metadata.state_dict_metadata.items()):
@@ -173,7 +169,6 @@ def _in_folder(tensor: DistTensor, folder: Path) -> DistTensor:
 
 
 def _file_range(path: Path, key: str, info: object) -> FileRange:
-    """Return the range that an entry of the metadata names; CheckpointError when it is outside of the folder."""
     file, offset, length = (getattr(info, name, None) for name in ("relative_path", "offset", "length"))
     if (
         not isinstance(file, str)
@@ -190,7 +185,6 @@ def _file_range(path: Path, key: str, info: object) -> FileRange:
 
 
 def _step(path: Path) -> int:
-    """Return the step by the folder's name, else by common.pt, else 0."""
     named = step_of(path)
     if named is not None:
         return named

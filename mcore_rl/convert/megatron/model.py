@@ -129,7 +129,6 @@ class KeyTranslation:
         return list(range(canonical.mcore_shapes[key][0])) if apart else [None]
 
     def _key(self, key: str, layer: int | None) -> str:
-        """Return the name of a layer's tensor, or with None of the tensor of all layers."""
         front, rest = _parted(key)
         if self.layout.keys == "local" and front:
             rest = self._dense_norm if rest == DENSE_NORM else self._names.get(rest, rest)
@@ -171,10 +170,8 @@ def native_layout(model: ModelConfig) -> KeyLayout:
 
 
 def extra_state_keys(weights: WeightMap) -> Iterator[str]:
-    """Yield the keys of all extra states that a model of TransformerEngine's or local layers may look for.
-
-    Each module of a layer has an extra state, and modules of experts have an extra state for each expert. `weights` is
-    the map under the layout's keys.
+    """Yield the keys of all extra states that a model of TransformerEngine's or local layers may look for, one for each
+    module, and for each expert of one. `weights` is the map under the layout's keys.
     """
     modules: dict[str, Shape] = {}
     for key, shape in weights.mcore_shapes.items():
@@ -232,7 +229,6 @@ def _rows_axis(key: str) -> int:
 
 
 def _singles(key: str, shape: Shape) -> Iterator[tuple[str, Shape]]:
-    """Yield the tensors that replace a layer's tensor: per expert, and with gate and up-projection separate."""
     names = [key]
     if EXPERTS in key:
         names = [key.replace(EXPERTS, f"{EXPERTS}{expert}.") for expert in range(shape[0])]
@@ -307,19 +303,9 @@ def open_dist_model(
     experts: ExpertLayout = "each",
     adapters: Literal["refuse", "merge", "apart"] = "refuse",
 ) -> DistModel:
-    """Return the model in a checkpoint.
-
-    Args:
-        path: A checkpoint, a folder of them (the newest is taken) or a run's folder.
-        reference: A Hugging Face folder of the same model, for checkpoints that do not name their family.
-        mtp: Whether layers for multi-token prediction are kept or left out.
-        experts: Whether the Hugging Face side has a tensor for each expert, or a single tensor for a layer's experts.
-        adapters: Whether low-rank adapters are added to the weights as they are read, or kept apart.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged, or its tensors are not the model's; each is named. Or it has
-            low-rank adapters and `adapters` is "refuse".
-        ConfigError: The reference's config.json describes a model that cannot be represented.
+    """Return the model in a checkpoint, in the newest of a folder, or of a run. `experts` is the layout of the Hugging
+    Face side. Raises CheckpointError if it is damaged, or naming tensors that are not the model's, or for adapters that
+    `adapters` refuses; ConfigError if the reference's config.json describes a model that cannot be represented.
     """
     folder = open_dist(path)
     check_files(folder)
@@ -358,7 +344,6 @@ def open_dist_model(
 
 
 def _model(folder: DistFolder, reference: Path | None, stored: Mapping[str, Shape]) -> ModelConfig:
-    """Return the model of the marker, which must be the reference's; without a marker the reference's."""
     own = ModelConfig.model_validate(folder.marker.model) if folder.marker else None
     if reference is None:
         if own is None:

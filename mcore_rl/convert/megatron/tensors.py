@@ -76,16 +76,7 @@ class SavedTensor:
 
 
 def find_tensor(data: SliceableBytes, start: int, what: str) -> SavedTensor:
-    """Find the tensor that is saved in `data`.
-
-    Args:
-        data: The archive.
-        start: Byte of the file at which the archive begins.
-        what: What the archive should be, for messages.
-
-    Raises:
-        CheckpointError: The bytes are no archive, or hold something else than a plain tensor.
-    """
+    """Find the tensor saved in `data`, an archive at byte `start`; CheckpointError for anything else."""
     try:
         return _find(data, start)
     except MALFORMED as error:
@@ -147,8 +138,6 @@ def _find(data: SliceableBytes, start: int) -> SavedTensor:
 
 
 class _RebuildArguments:
-    """The arguments with which torch would rebuild a tensor."""
-
     def __init__(self, storage: Any, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: Any) -> None:
         self.storage, self.storage_offset = storage, int(offset)
         self.shape, self.stride = tuple(map(int, shape)), tuple(map(int, stride))
@@ -173,11 +162,9 @@ class _RecordHeader:
         return replace(self, extra=PADDING + struct.pack("<H", count) + bytes(count))
 
     def header(self) -> bytes:
-        """Return the header that precedes the bytes."""
         return b"PK\3\4" + self._common_fields() + self.name + self.extra
 
     def directory_entry(self) -> bytes:
-        """Return the entry in the directory at the archive's end."""
         place = struct.pack("<3H2L", 0, 0, 0, 0, self.offset)
         return b"PK\1\2" + struct.pack("<H", ZIP_VERSION) + self._common_fields() + place + self.name + self.extra
 
@@ -188,22 +175,18 @@ class _RecordHeader:
 
 
 def _directory(records: Sequence[_RecordHeader], position: int) -> bytes:
-    """Return the directory of an archive's records, which begins at byte `position`, and the archive's end."""
     assert position <= MAX_ARCHIVE_BYTES, f"{position} bytes of one chunk"
     entries = b"".join(record.directory_entry() for record in records)
     return entries + struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, len(records), len(records), len(entries), position, 0)
 
 
 def _pickled(shape: Shape, dtype: torch.dtype) -> bytes:
-    """Return `data.pkl`: how the tensor is made of its elements."""
     file = io.BytesIO()
     _TensorPickler(file, protocol=2).dump(_TensorToPickle(shape, dtype))
     return file.getvalue()
 
 
 class _StorageToPickle:
-    """Placeholder for the storage of a tensor."""
-
     def __init__(self, count: int, dtype: torch.dtype) -> None:
         self.count, self.dtype = count, dtype
 
@@ -224,7 +207,6 @@ class _TensorPickler(pickle.Pickler):
     """Names a storage by the record that has its elements, as torch does."""
 
     def persistent_id(self, obj: Any) -> Any:
-        """Return torch's reference to a storage; None for other objects, which are pickled as they are."""
         if isinstance(obj, _StorageToPickle):
             return "storage", getattr(torch, STORAGE_NAMES[obj.dtype]), "0", "cpu", obj.count
         return None
@@ -242,10 +224,7 @@ MAX_PREFETCH_BYTES = 64 << 20
 
 
 class DistSource:
-    """Tensors of a Megatron checkpoint, independent of how its mesh split them into parts.
-
-    Each part is compared with its checksum before any of its elements is used; damage raises CheckpointError.
-    """
+    """Tensors of a Megatron checkpoint on any mesh; each part is compared with its checksum before it is used."""
 
     def __init__(self, folder: DistFolder) -> None:
         self._tensors = folder.tensors
@@ -376,10 +355,7 @@ class StoredAdapter:
 
 
 def stored_lora(folder: DistFolder) -> LoraConfig | None:
-    """Return the section `lora` of the run that wrote a checkpoint; None if it has no adapters.
-
-    Raises CheckpointError if it has adapters but no such section, which gives their scale.
-    """
+    """Return the section `lora` of a checkpoint's run, None without adapters; CheckpointError if it lacks."""
     if not any(ADAPTER in key for key in folder.weights):
         return None
     lora = lora_of(folder.marker)
@@ -451,10 +427,7 @@ class MergedSource(DistSource):
         return weight, adapter.scale * product
 
     def notes(self, dtype: torch.dtype | None) -> Iterator[str]:
-        """Yield, for a matrix of each kind, how large its adapter is, and the loss from rounding it to `dtype`.
-
-        None keeps the type of each weight.
-        """
+        """Yield, by kind of matrix, its adapter's size and the loss from rounding to `dtype` (None: its own)."""
         seen = set()
         for key, adapter in sorted(self._adapters.items()):
             kind = key.split(".layers.", 1)[1].lstrip("0123456789.")
