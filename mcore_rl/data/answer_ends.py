@@ -21,14 +21,10 @@ OPEN = "\N{REPLACEMENT CHARACTER}"
 
 
 class GrowingText:
-    """The text of tokens that are added one by one, by decodes of a few tokens each.
+    """The text of tokens that are added one by one, by decodes of a few tokens each, in linear time.
 
-    The text of the first tokens is not always a beginning of the text. The first bytes of a character decode to U+FFFD.
-    With byte fallback (tokenizer.json of Llama-2, Mistral, Gemma) so does each byte token of a run that is not whole
-    characters: the first byte of a character hides those before it until its last byte comes. And decoders drop a
-    space at the beginning. Therefore U+FFFD at the end is not yet text: it is certain when other text follows it.
-
-    The time is linear in the number of tokens, but for long runs of byte tokens in which some are no character.
+    Decoders show bytes of an unfinished character as U+FFFD, with byte fallback even characters before it, and drop a
+    space at the beginning: U+FFFD at the end is text only once other text follows it.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], whole: str | None = None) -> None:
@@ -66,10 +62,7 @@ class GrowingText:
 
 
 def text_ends(ids_T: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[int]:
-    """Return, for each token, the number of characters of the tokens' text that are certain after it; the last is all.
-
-    Certain is the text of the tokens up to this one, without U+FFFD at its end, where the whole text begins with it.
-    """
+    """Return, by token, the number of characters certain after it, without U+FFFD at their end; the last is all."""
     whole = decode(ids_T)
     growing = GrowingText(decode, whole)
     ends = list(accumulate(len(growing.add(token)) for token in ids_T))
@@ -84,19 +77,9 @@ LOOKED_AT = 1000
 
 
 def end_tokens(tokenizer: Tokenizer, chat: Chat | None, path: str | None) -> dict[int, str]:
-    """Return the ids of the tokens that end a completion, and for each the place that names it.
-
-    They are the end of the assistant's turn in the chat template, the tokenizer's `eos_token`, the ids of
-    generation_config.json, and the end of a document. A model that was fine-tuned with a template ends with the first,
-    which need not be among the rest.
-
-    Args:
-        tokenizer: the tokenizer that was read from `path`.
-        chat: the chat template; None if the model is not a chat model, or its template is unknown.
-        path: folder of the tokenizer, which may hold generation_config.json, or a file.
-
-    Raises:
-        DataError: generation_config.json cannot be read, or names an id that the tokenizer does not have.
+    """Return the ids of the tokens that end a completion, and for each the place that names it: the end of the
+    template's turn, which fine-tuned models end with, `eos_token`, generation_config.json in the folder `path`, the end
+    of a document. Raises DataError if generation_config.json cannot be read or names an unknown id.
     """
     ends: dict[int, str] = {}
     for token in chat.turn_end_ids if chat is not None else ():
@@ -122,16 +105,7 @@ def describe_ends(ends: Mapping[int, str], tokenizer: Tokenizer) -> str:
 
 
 def no_end_warning(examples: Examples, ends: Mapping[int, str], tokenizer: Tokenizer) -> str | None:
-    """Return a warning when the first conversations train on no end token; None when they do.
-
-    A model fine-tuned on them does not stop after its answer but continues to the largest length: every completion is
-    truncated.
-
-    Args:
-        examples: conversations as tokens.
-        ends: tokens that end a completion, as `end_tokens` returns them.
-        tokenizer: the tokenizer of `examples`.
-    """
+    """Return a warning if the first conversations train on none of `ends`: such a model never stops."""
     num_looked_at = min(len(examples), LOOKED_AT)
     num_tokens = int(examples.starts_N[num_looked_at])
     trained_T = examples.ids_T[:num_tokens][examples.assistant_mask_T[:num_tokens]]
@@ -146,7 +120,6 @@ def no_end_warning(examples: Examples, ends: Mapping[int, str], tokenizer: Token
 
 
 def _ids_of_generation_config(path: Path, tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of `eos_token_id`, which is a number, a list of numbers, or absent."""
     if not path.is_file():
         return []
     try:
@@ -194,35 +167,18 @@ def step_ends(text: str, separator: str) -> list[int]:
 def step_tokens(
     ids_T: Sequence[int], text: str, ends: Sequence[int], decode: Callable[[Sequence[int]], str]
 ) -> list[int]:
-    """Return the index of the last token of each step, which ends at a character of `text`: the first token after which
-    the text up to there is certain. A step that ends with the text has the last token.
-
-    Reward models are trained and read at this token, and a step's reward is assigned to it. A token with only some of a
-    character's bytes does not complete the character; a token with the end of a step and the beginning of the next ends
-    the step.
-
-    Args:
-        ids_T: the tokens, of which the last may end the turn and have no part of the text.
-        text: the text of the tokens.
-        ends: characters up to the end of each step.
-        decode: function that decodes token ids to text.
+    """Return the index of the last token of each step that ends at one of the characters `ends` of `text`: the first
+    token after which the text up to there is certain; for the end of the text, the last token. Rewards are read and
+    trained there.
     """
     certain_T, last = text_ends(ids_T, decode)[:-1], len(ids_T) - 1
     return [last if end >= len(text) else bisect_left(certain_T, end) for end in ends]
 
 
 def read_steps(chat: Chat, prompt: Conversation, text: str, ends: Sequence[int]) -> SteppedAnswer:
-    """Return prompt and answer as tokens, with the last token of each step, as `step_tokens` has it.
-
-    Args:
-        chat: the chat's template and tokenizer.
-        prompt: the turns before the answer, which may end in its beginning.
-        text: the answer.
-        ends: characters up to the end of each step, rising, up to the length of the text.
-
-    Raises:
-        DataError: two steps end in the same token, the tokenizer changes the text, or the template does not take the
-            conversation.
+    """Return prompt and answer as tokens, with the last token of each step (`step_tokens`); `ends` are rising
+    characters of `text`. Raises DataError if two steps end in one token, the tokenizer changes the text, or the
+    template does not take the conversation.
     """
     whole = chat.encode(answered(prompt, text))
     ids_T, mask_T = whole.ids_T, whole.assistant_mask_T

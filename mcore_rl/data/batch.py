@@ -1,6 +1,4 @@
-"""The sequences of a forward pass, and batches by sample cursor: a step's samples depend only on the cursor, not on the
-mesh or on earlier calls.
-"""
+"""Batches by sample cursor, which alone decides a step's samples, and the sequences of a forward pass."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -52,10 +50,8 @@ class SampleDataset(Protocol):
 class BatchSource:
     """A source of this data-parallel rank's microbatches for any step.
 
-    The step that begins at cursor c with a global batch of b trains on samples c .. c+b-1. Rank r of dp takes
-    the r-th of dp equal runs of them, split in order into microbatches: concatenating ranks and microbatches
-    gives the samples in order, so the set and the order are the same as on one rank. The cursor is the only state:
-    a resumed run passes the cursor at which it stopped.
+    The step at cursor c with a global batch of b has samples c .. c+b-1, in dp equal runs in order, each split into
+    microbatches: set and order do not depend on the mesh. The cursor is the only state.
     """
 
     def __init__(self, dataset: SampleDataset, *, micro_batch: int, dp_rank: int = 0, dp_size: int = 1) -> None:

@@ -39,9 +39,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class EncodedConversation:
-    """A conversation as tokens; `assistant_mask_T` is True on the tokens of the assistant's turns that are trained on,
-    end-of-turn token included.
-    """
+    """A conversation as tokens; `assistant_mask_T` is True on trained tokens, each turn's end included."""
 
     ids_T: tuple[int, ...]
     assistant_mask_T: tuple[bool, ...]
@@ -59,27 +57,15 @@ class Chat(Protocol):
         ...
 
     def open_turn(self, conversation: Conversation) -> list[int]:
-        """Return the tokens of a conversation up to the end of the assistant's text in its last turn, from where the
-        turn is to be continued: the first tokens of the whole conversation.
-
-        Raises:
-            DataError: the last turn has no text, or calls tools.
-            TemplateError: where the template does not render the text as it is, or its tokens depend on later text.
+        """Return the tokens of a conversation whose last turn is to be continued. Raises DataError if that turn has no
+        text or calls tools, TemplateError if the template changes its text or its tokens depend on later text.
         """
         ...
 
     def reply(self, before: Conversation, answer: str, replies: Sequence[Message], *, is_closed: bool) -> list[int]:
-        """Return the tokens from the end of the assistant's turn `answer` to where its next turn begins, so that they
-        can be appended to tokens that were sampled, which are never made from text again.
-
-        Args:
-            before: the conversation before the turn.
-            answer: text of the turn.
-            replies: the messages that follow it.
-            is_closed: whether the sampled tokens include the token that ends the turn.
-
-        Raises:
-            TemplateError: where the template renders earlier turns differently from before.
+        """Return the tokens from the end of the turn `answer`, whose sampled tokens stay as they are, to where the next
+        turn begins. `is_closed`: the sampled tokens end the turn. Raises TemplateError if the template renders earlier
+        turns otherwise.
         """
         ...
 
@@ -148,10 +134,7 @@ def load_chat(template: str, tokenizer: Tokenizer, path: str | None) -> Chat:
 
 
 class PlainChat:
-    """A chat with roles as text and an end-of-document token after each turn of the assistant; for any tokenizer.
-
-    Each turn is encoded separately, so that its tokens do not depend on later turns.
-    """
+    """A chat for any tokenizer: roles as text, an end of document after each answer, each turn encoded alone."""
 
     def __init__(self, tokenizer: Tokenizer, *, has_roles: bool) -> None:
         self._tokenizer = tokenizer
@@ -176,9 +159,7 @@ class PlainChat:
         return list(self.encode(conversation).ids_T[:-1])
 
     def reply(self, before: Conversation, answer: str, replies: Sequence[Message], *, is_closed: bool) -> list[int]:
-        """Return the tokens from the end of the assistant's turn to where its next turn begins: no
-        text depends on earlier turns.
-        """
+        """Return the tokens from the turn's end to where its next begins; no text depends on earlier turns."""
         ids = [] if is_closed else [self._tokenizer.eod_id]
         return ids + self.prompt(Conversation(messages=tuple(replies)))
 
@@ -221,12 +202,9 @@ class PlainChat:
 
 
 class TemplateChat:
-    """A jinja template, rendered by transformers, and the tokenizer that belongs to it.
-
-    The template's own special tokens are tokens. Text in a turn that spells such a token stays text, so that no user,
-    tool or environment can forge a turn. The assistant's text is between the template's generation marks. Without
-    marks, it is the text that a turn adds to the rendering of the previous turns with the generation prompt; a template
-    in which a later turn changes an earlier turn is refused, because it would train on text that the model never reads.
+    """A jinja template, rendered by transformers, and the tokenizer that belongs to it. Text that spells a special
+    token stays text, so that nobody can forge a turn. The assistant's text is between generation marks, or else what a
+    turn adds to the rendering before it; a template in which a later turn changes an earlier turn is refused.
     """
 
     def __init__(
@@ -268,9 +246,7 @@ class TemplateChat:
         return self._tokenizer.encode(text).ids
 
     def open_turn(self, conversation: Conversation) -> list[int]:
-        """Return the tokens of a conversation up to the end of the assistant's text in its last turn; TemplateError
-        where the template changes the text, or its tokens depend on later text.
-        """
+        """Return the tokens up to the end of the assistant's text in the last turn (see Chat)."""
         content = self._tokenizer.hide(_text_to_continue(conversation))
         *before, last = conversation.messages
         probed = replace(conversation, messages=(*before, {**last, "content": PROBE}))
@@ -292,9 +268,7 @@ class TemplateChat:
         return ids
 
     def reply(self, before: Conversation, answer: str, replies: Sequence[Message], *, is_closed: bool) -> list[int]:
-        """Return the tokens from the end of the assistant's turn to where its next turn begins; TemplateError where
-        adding a turn changes how the template renders earlier turns.
-        """
+        """Return the tokens from the end of the assistant's turn to where its next turn begins (see Chat)."""
         messages = (*before.messages, {"role": "assistant", "content": answer}, *replies)
         whole = Conversation(messages=messages, tools=before.tools)
         known, _ = self._render(before, len(before.messages), add_generation_prompt=True)
@@ -382,9 +356,7 @@ class TemplateChat:
         return whole, spans
 
     def _hidden(self, value: Any) -> Any:
-        """Return a message, or a part of it, with the names of special tokens in its texts hidden from the template's
-        own.
-        """
+        """Return a message, or a part, in whose texts special tokens are hidden from the template's own."""
         if isinstance(value, str):
             return self._tokenizer.hide(value)
         if isinstance(value, Mapping):
@@ -414,7 +386,6 @@ class TemplateChat:
 
 
 def _text_to_continue(conversation: Conversation) -> str:
-    """Return the text of the last turn, the assistant's; DataError where nothing can follow it."""
     last = conversation.messages[-1]
     content = last.get("content")
     if not isinstance(content, str) or not content:
@@ -431,9 +402,7 @@ def _text_to_continue(conversation: Conversation) -> str:
 
 
 def _refuse_unshown_parts(messages: Sequence[Message], text: str) -> None:
-    """Raise DataError for a part of a turn that is not in the rendered text, such as an image, whose placeholder tokens
-    would have no content.
-    """
+    """Raise DataError for a part of a turn that is not rendered, such as an image."""
     for message in messages:
         content = message.get("content")
         for part in content if isinstance(content, list) else []:

@@ -37,11 +37,7 @@ NO_TEMPLATE = (
 
 
 def render(*args: Any, **options: Any) -> tuple[Any, Any]:
-    """Call transformers' `render_jinja_template`.
-
-    It is imported in this function because the import takes a second or two, for which runs without a template, and
-    runs that are refused, need not wait.
-    """
+    """Call transformers' `render_jinja_template`, imported here as it takes a second, which not every run needs."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     rendered: tuple[Any, Any] = render_jinja_template(*args, **options)
@@ -49,11 +45,7 @@ def render(*args: Any, **options: Any) -> tuple[Any, Any]:
 
 
 def load_template(name: str, folder: Path) -> str:
-    """Return the jinja text that data.chat_template=`name` means for a tokenizer in `folder`.
-
-    Raises:
-        DataError: the template is missing or does not parse.
-    """
+    """Return the jinja text that data.chat_template=`name` means; DataError if missing or not parsed."""
     found = _templates_of_tokenizer(folder).get(DEFAULT) if name == "tokenizer" else _template_in_file(Path(name))
     if found is None:
         raise DataError(NO_TEMPLATE.format(folder=folder))
@@ -122,8 +114,6 @@ FIRST_NUMBER = 0xF0001
 
 
 class _Part(NamedTuple):
-    """A special token of a text, or the text between two."""
-
     begin: int
     end: int
     token: int | None
@@ -236,9 +226,7 @@ class MarkedTokenizer:
             yield _Part(begin, len(text), None)
 
     def _shown(self, text: str, part: _Part) -> tuple[str, list[int]]:
-        """Return a part with its hidden names in plain, and the place in `text` of each of its characters and of its
-        end.
-        """
+        """Return a part with its hidden names in plain, and each character's (and the end's) place in `text`."""
         plain: list[str] = []
         places: list[int] = []
         at = part.begin

@@ -72,10 +72,7 @@ class InputFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileSlice:
-    """Bytes [start, end) of a file, with both offsets moved to the next document boundary.
-
-    Adjacent slices therefore cover each document of the file exactly once, for any offsets.
-    """
+    """Bytes [start, end) of a file, both moved to the next boundary: adjacent slices share no document."""
 
     path: str
     start: int
@@ -93,10 +90,7 @@ class Document:
 
 
 def find_input_files(inputs: Sequence[Path]) -> tuple[InputFile, ...]:
-    """Return the files of `inputs`, in that order; a folder means all files below it, sorted by name.
-
-    In folders, hidden files and the outputs of preprocessing and tokenizer training are left out.
-    """
+    """Return the files of `inputs`, of folders all but hidden ones and outputs of our commands, by name."""
     paths: list[Path] = []
     for path in inputs:
         if is_dataset(str(path)):

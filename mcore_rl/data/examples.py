@@ -105,11 +105,8 @@ class ConversationReader(RecordReader[EncodedConversation]):
 
 
 def conversation_of(entry: Mapping[str, Any], config: SFTDataConfig) -> tuple[Conversation, str, frozenset[str]]:
-    """Return the conversation of a record, the name of its shape, and the fields that were read.
-
-    Raises:
-        DataError: the record has no conversation, and the error names the config fields that locate it; or a key says
-            that it is not one to learn from.
+    """Return the conversation of a record, its shape's name, and the fields that were read; DataError, with the
+    config's fields, if it has none, or says that it is not one to learn from.
     """
     entry = {key: value for key, value in entry.items() if value is not None}
     dialogue = _dialogue(entry, config)
@@ -152,9 +149,7 @@ def _dialogue(entry: Mapping[str, Any], config: SFTDataConfig) -> Dialogue:
 
 
 def _text(entry: Mapping[str, Any], config: SFTDataConfig) -> Dialogue | None:
-    """Return a record of one text as a turn of the assistant, which only chat_template="raw" leaves as it is; None
-    where the record has a prompt.
-    """
+    """Return a record of one text as an assistant's turn, which "raw" leaves as it is; None if it has a prompt."""
     if recognise({key: value for key, value in entry.items() if key != "text"}):
         return None
     if config.chat_template != "raw":
@@ -168,7 +163,6 @@ def _text(entry: Mapping[str, Any], config: SFTDataConfig) -> Dialogue | None:
 
 
 def _pair(entry: Mapping[str, Any], config: SFTDataConfig) -> Dialogue:
-    """Return the prompt and response that the config's fields name, as text or turns."""
     template = config.prompt_template
     names = ["response_field"] if template is not None else ["prompt_field", "response_field"]
     for name in names:

@@ -100,9 +100,7 @@ def read_index(prefix: str) -> IndexFile:
 
 
 def first_outside(index: IndexFile, vocab_size: int) -> OutsideToken | None:
-    """Return the first token in the .bin below 0 or not below `vocab_size`; a larger file is looked at in
-    SCANNED_BLOCKS blocks, evenly spread.
-    """
+    """Return the first token outside of the vocabulary; large files are sampled in SCANNED_BLOCKS blocks."""
     tokens_T = index.tokens_T()
     for start in _starts(tokens_T.size, BLOCK_TOKENS):
         block_T = tokens_T[start : start + BLOCK_TOKENS]
@@ -136,7 +134,6 @@ def unigram_entropy(*prefixes: str) -> float:
 
 
 def _starts(num_tokens: int, block_tokens: int) -> list[int]:
-    """Return where the blocks that are looked at begin: all of a file, or SCANNED_BLOCKS evenly spread blocks."""
     if num_tokens <= SCANNED_BLOCKS * block_tokens:
         return list(range(0, num_tokens, block_tokens))
     last = num_tokens - block_tokens

@@ -73,10 +73,8 @@ def refuse_empty_sources(field: str, weights: Sequence[float], names: Sequence[s
 
 
 class ShuffledSources:
-    """An endless order of the items of sources, mixed by weight; each source is read once before it is read again.
-
-    Each reading of a source has an order that depends on the seed, the source and how often it was read. A draw's item
-    depends only on the draw's number, so that a run resumes with the next draw.
+    """An endless order of the items of sources, mixed by weight; each source is read once before it is read again. A
+    draw's item depends only on the seed and the draw's number, so that a run resumes with the next draw.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int) -> None:
@@ -149,10 +147,7 @@ class PackingLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MinibatchPlan:
-    """Samples of one optimizer step: for each data-parallel rank its microbatches, for each of these sample indices.
-
-    All ranks have the same number of microbatches; some may be empty.
-    """
+    """Samples of one optimizer step: rank -> microbatch -> indices; ranks have equally many, some empty."""
 
     microbatches: tuple[tuple[tuple[int, ...], ...], ...]
 
@@ -164,14 +159,9 @@ class MinibatchPlan:
 def plan_minibatches(
     lengths: Mapping[int, int], num_minibatches: int, dp_size: int, limits: PackingLimits
 ) -> list[MinibatchPlan]:
-    """Split the samples, in order, into minibatches with sizes that differ by at most 1, and plan each of them.
-
-    Args:
-        lengths: sample -> its positions, for the samples of the rollout batch that are trained on.
-
-    Returns:
-        A plan for each optimizer step. Every sample is in one microbatch of one rank; positions are spread about
-        evenly over the ranks, and over the microbatches of a rank.
+    """Split samples (`lengths`: sample -> positions), in order, into minibatches of sizes that differ by at most 1, and
+    plan each. Every sample is in one microbatch of one rank; positions are spread about evenly over ranks and
+    microbatches.
     """
     samples = sorted(lengths)
     size, num_larger = divmod(len(samples), num_minibatches)
@@ -204,7 +194,6 @@ def lay_out(lengths: dict[int, int], dp_size: int, limits: PackingLimits) -> Min
 
 
 def _balance(lengths: dict[int, int], num_parts: int) -> list[list[int]]:
-    """Deal the samples out, longest first, each to the part with the fewest positions so far."""
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     totals = [(0, part) for part in range(num_parts)]
     for sample in sorted(lengths, key=lambda sample: (-lengths[sample], sample)):
@@ -223,11 +212,9 @@ def plan_epoch(
     epoch: int,
     sources: ShuffledSources | None = None,
 ) -> list[list[int]]:
-    """Return the packed sequences of one epoch, packed within windows of `buffer` conversations.
-
-    An epoch has each conversation once, shuffled, and the packed sequences are shuffled again. With `sources` it is as
-    many draws from the mixture as there are conversations, and the packed sequences are shuffled within their windows
-    only, so that each window has the shares of the mixture. The same arguments give the same plan.
+    """Return the packed sequences of one epoch, packed within windows of `buffer` conversations. An epoch has each
+    conversation once, or with `sources` as many draws; packed sequences are shuffled, with `sources` only within
+    windows, which keeps the mixture's shares. The arguments decide the plan.
     """
     generator = numpy.random.default_rng((seed, epoch))
     if sources is None:
@@ -259,10 +246,8 @@ class PackingOptions:
 
 
 class PackedSequences:
-    """An endless run through the conversations; the first `num_sequences` packed sequences are used. An epoch has each
-    conversation once; with weights it is the same number of draws from the mixture.
-
-    The content of a packed sequence depends only on its index: a resumed run asks for the next index.
+    """An endless run through the conversations, of which the first `num_sequences` packed sequences are used. The
+    content of one depends only on its index: a resumed run asks for the next.
     """
 
     def __init__(self, examples: Examples, packing: PackingOptions, num_sequences: int) -> None:
@@ -297,15 +282,12 @@ class PackedSequences:
 
     @property
     def _drawn_lengths_N(self) -> NDArray[numpy.int64]:
-        """Positions of each conversation of the first epoch."""
         if self._sources is None:
             return self.examples.lengths_N
         return self.examples.lengths_N[list(self._sources.items(0, len(self.examples)))]
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """`tokens`, `labels`, `loss_mask`, `position_ids`, `is_padding` of `row_length` positions, and the spans'
-        `lengths`.
-        """
+        """`tokens`, `labels`, `loss_mask`, `position_ids`, `is_padding` `[row_length]`, and `lengths`."""
         return self._row(self.members(index))
 
     def members(self, index: int) -> list[int]:

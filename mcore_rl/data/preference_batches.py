@@ -16,10 +16,7 @@ from mcore_rl.data.preferences import Preferences
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedPreferences:
-    """One microbatch: whole groups of preferences in one packed sequence of `S` positions, on the CPU.
-
-    Sequence and pair indices count within the microbatch. A microbatch may be empty and have only padding.
-    """
+    """One microbatch: whole groups in one packed sequence of `S` positions, on the CPU; indices count within it."""
 
     microbatch: Microbatch
     """The microbatch; its loss mask is 1 at positions t where the next token, t + 1, belongs to an answer."""
@@ -45,11 +42,7 @@ class PackedPreferences:
 
 
 class PreferenceOrder:
-    """An endless order of groups. An epoch has each group once, shuffled; with weights it is as many draws from the
-    mixture of the files.
-
-    A batch is a function of the pairs consumed before it: a resumed run asks for the next batch.
-    """
+    """An endless order of groups, each once an epoch, or with weights as many draws; a batch depends on the cursor."""
 
     def __init__(self, preferences: Preferences, *, seed: int, weights: Sequence[float] = ()) -> None:
         self._seed = seed
@@ -61,9 +54,7 @@ class PreferenceOrder:
         """The epoch planned last: its groups, and the pairs up to and with each of them."""
 
     def batch(self, consumed_pairs: int, num_pairs: int) -> list[int]:
-        """Return the groups that follow the first `consumed_pairs` pairs: as many whole groups as have `num_pairs`
-        pairs or more.
-        """
+        """Return the whole groups after the first `consumed_pairs` pairs, with `num_pairs` pairs or more."""
         groups: list[int] = []
         cursor = consumed_pairs
         while cursor < consumed_pairs + num_pairs:
@@ -99,10 +90,7 @@ class PreferenceOrder:
 def plan_batch(
     preferences: Preferences, groups: Sequence[int], dp_size: int, limits: PackingLimits
 ) -> list[list[list[int]]]:
-    """Return for each data-parallel rank its microbatches, for each of these its groups.
-
-    A group may occur several times. All ranks have the same number of microbatches; some may be empty.
-    """
+    """Return rank -> microbatch -> groups, which may recur; ranks have equally many microbatches, some empty."""
     lengths = {place: _packed_length(preferences, group, limits.sample_multiple) for place, group in enumerate(groups)}
     plan = lay_out(lengths, dp_size, limits)
     return [

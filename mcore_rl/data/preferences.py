@@ -37,9 +37,8 @@ TIE = 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preferences:
-    """Comparisons as tokens. A group is a prompt with answers that are compared with each other; a sequence is the
-    prompt with a single answer. A pair of a group refers to two sequences, so an answer in several pairs is stored
-    once. If steps are labelled, a group is a prompt with one answer, which counts as a pair with itself.
+    """Comparisons as tokens: groups of a prompt with answers, sequences of the prompt with one answer, pairs of two
+    sequences. With labelled steps, a group has one answer, a pair with itself.
     """
 
     ids_T: NDArray[numpy.int32]
@@ -119,8 +118,6 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class _Sequence:
-    """A prompt with one answer, as tokens."""
-
     ids_T: tuple[int, ...]
     is_answer_T: tuple[bool, ...]
     labels: tuple[tuple[int, float], ...] = ()
@@ -130,14 +127,8 @@ class _Sequence:
 def read_preferences(
     paths: Sequence[str], config: PreferenceDataConfig, chat: Chat, *, packed_length: int, length_multiple: int
 ) -> Preferences:
-    """Return the comparisons of `paths`, in order; one DataError lists the lines that cannot be trained on.
-
-    Args:
-        paths: Files and datasets, `data.train` or `data.valid`.
-        config: How their lines are read.
-        chat: Makes tokens of prompts and answers.
-        packed_length: Positions of a microbatch, which holds all answers of a group.
-        length_multiple: Multiple of positions to which each sequence is padded there.
+    """Return the comparisons of `paths`, in order; one DataError lists the lines that cannot be trained on. A group
+    fits into `packed_length` positions, each sequence padded to a multiple of `length_multiple`.
     """
     reader = PreferenceReader(config, chat, packed_length, length_multiple)
     ids, is_answer, labels = [], [], []
@@ -218,7 +209,6 @@ class PreferenceReader(RecordReader[tuple[Comparison, list[_Sequence]]]):
         return (comparison, _encode(comparison, self._chat)) if comparison.pairs else None
 
     def _without_ties(self, comparison: Comparison) -> Comparison:
-        """Return the comparison without its ties where they are to be left out, and count those."""
         if self._config.ties == "train" or TIE not in comparison.probabilities:
             return comparison
         rest = [index for index, known in enumerate(comparison.probabilities) if known != TIE]
@@ -276,7 +266,6 @@ def _named(config: PreferenceDataConfig) -> set[str]:
 
 
 def _shape(entry: Mapping[str, Any], comparison: Comparison, config: PreferenceDataConfig) -> tuple[str, list[str]]:
-    """Return the name of a comparison's shape with the fields that were read, and the keys that were not read."""
     sides = [config.chosen_field, config.rejected_field]
     is_pair = sides[0] in entry
     rated = config.responses_field if config.responses_field in entry else "completions"
@@ -355,7 +344,6 @@ def _ranking(entry: Mapping[str, Any], config: PreferenceDataConfig) -> Comparis
 def _prompt_and_answers(
     entry: Mapping[str, Any], sides: Sequence[Any], names: Sequence[str], config: PreferenceDataConfig
 ) -> tuple[Conversation, tuple[tuple[Message, ...], ...]]:
-    """Return the prompt, the common beginning of all sides where the line names none, and the rest of each side."""
     kinds = {type(side) for side in sides}
     if kinds not in ({str}, {list}):
         shown = ", ".join(f'"{name}" a {type(side).__name__}' for name, side in zip(names, sides, strict=True))
@@ -387,7 +375,6 @@ def _prompt_and_answers(
 
 
 def _prompt(entry: Mapping[str, Any], config: PreferenceDataConfig) -> list[Message] | None:
-    """Return the turns of the line's prompt; None if it has no prompt of its own."""
     if config.prompt_template is not None:
         return [{"role": "user", "content": filled(config.prompt_template, entry)}]
     for key in (config.prompt_field, config.messages_field):
@@ -421,7 +408,6 @@ def _common_text(sides: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _stepped(entry: Mapping[str, Any], config: PreferenceDataConfig, chat: Chat) -> tuple[Comparison, _Sequence]:
-    """Return an answer with labelled steps, as a comparison with itself; a DataError where the line has none."""
     refuse_labels(entry, "preference", _named(config))
     prompt = with_earlier(beside(config.prompt_template, entry), _prompt(entry, config) or ())
     if not prompt:
@@ -457,7 +443,6 @@ def _is_label(label: Any) -> bool:
 
 
 def _encode(comparison: Comparison, chat: Chat) -> list[_Sequence]:
-    """Return prompt and answer of each side as tokens. Raises DataError if an answer has no tokens."""
     prompt, answers = comparison.prompt, comparison.answers
     wholes = [chat.encode(Conversation(messages=(*prompt.messages, *answer), tools=prompt.tools)) for answer in answers]
     prompt_ids = chat.prompt(prompt) if prompt.messages else []

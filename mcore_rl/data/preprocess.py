@@ -125,7 +125,6 @@ def preprocess(options: PreprocessOptions, console: Console) -> Sidecar:
 def _make(
     options: PreprocessOptions, sources: Sequence[InputFile], tokenizer: Tokenizer, folder: Path, console: Console
 ) -> None:
-    """Tokenize and merge: everything up to merged.json."""
     shards = plan_shards(sources, options.document_format)
     reports = finished_shards(shards, folder)
     missing = [shard for shard in shards if shard.index not in reports]
@@ -165,7 +164,6 @@ def _plan(options: PreprocessOptions, sources: Sequence[InputFile], tokenizer: T
 
 
 def _refuse_replacing(options: PreprocessOptions) -> dict[str, Sequence[int]]:
-    """Return the stamp of each file of an earlier dataset by its ending; an error unless it may be replaced."""
     output = options.output
     sources = [("an input", path) for path in options.inputs]
     sources.append(("the tokenizer", Path(str(options.tokenizer.path))))
@@ -189,7 +187,6 @@ def _refuse_replacing(options: PreprocessOptions) -> dict[str, Sequence[int]]:
 
 
 def _is_written_here(output: Path) -> bool:
-    """Return whether all files of a dataset exist, are not links, and match the checksums of the sidecar."""
     files = [with_ending(output, ending) for ending in ENDINGS]
     if not all(path.is_file() and not path.is_symlink() for path in files):
         return False
@@ -201,7 +198,6 @@ def _is_written_here(output: Path) -> bool:
 
 
 def _refuse_foreign_folder(folder: Path) -> None:
-    """Raise a DataError where no killed run has left the folder of the unfinished dataset."""
     there = sorted(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else None
     foreign = [path.name for path in there or () if not _is_own(path)]
     if foreign or (there is None and os.path.lexists(folder)):
@@ -216,7 +212,6 @@ def _is_own(path: Path) -> bool:
 
 
 def _differing(folder: Path, plan: dict[str, Any], overwrite: bool) -> list[str]:
-    """Return the difference of an unfinished run in the folder; DataError where it is not to be forgotten."""
     path = folder / PLAN
     found = json.loads(path.read_bytes()) if path.exists() else plan
     differing = [key for key in plan if found.get(key) != plan[key]]
@@ -271,7 +266,6 @@ def _publish(folder: Path, output: Path) -> None:
 
 
 def _bad_lines(shards: Sequence[Shard], reports: dict[int, ShardReport]) -> list[tuple[str, int, str]]:
-    """Return (file, line, problem) of the recorded bad lines, in order; every shard must have a report."""
     found: list[tuple[str, int, str]] = []
     lines_before: dict[str, int] = {}
     for shard in shards:

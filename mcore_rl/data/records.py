@@ -126,9 +126,7 @@ def is_in_lines(name: str) -> bool:
 
 @contextmanager
 def opened(name: str) -> Iterator[BinaryIO]:
-    """Open a file for reading bytes, decompressing it if necessary; DataError where it is missing, damaged or cut off,
-    also while it is read.
-    """
+    """Open a file for its decompressed bytes; DataError if it is missing, damaged or cut off, also while it is read."""
     try:
         with cast(BinaryIO, _opener(name)(name, "rb")) as file:
             yield file
@@ -153,12 +151,9 @@ def _opener(name: str) -> Any:
 
 
 def read_records(name: str) -> Iterator[Record]:
-    """Yield the records of a file, of the files in a folder, or of a dataset of the hub, in order; blank lines are
-    skipped. A file may also be a single JSON list of records, or CSV with a line of names.
-
-    Raises:
-        DataError: the file cannot be read or is damaged; the folder has no data files, or has files of several splits.
-        ConfigError: the package that reads such data is not installed.
+    """Yield the records of a file (JSON lines, a JSON list, CSV, parquet), the files in a folder, or a dataset of the
+    hub, in order. Raises DataError for a damaged file and a folder without data or of several splits, ConfigError
+    without the package that reads it.
     """
     if Path(name).is_dir() and not is_saved(Path(name)):
         for path in _files_of_one_split(Path(name)):
@@ -235,11 +230,7 @@ def beside(template: str | None, entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def filled(template: str, entry: Mapping[str, Any]) -> str:
-    """Return the template with {name} replaced by the record's fields; {{name}} is {name}, and other braces stay.
-
-    Raises:
-        DataError: the record lacks a field that the template names.
-    """
+    """Return the template with {name} replaced by the record's field, {{name}} by {name}; DataError if absent."""
 
     def value(match: re.Match[str]) -> str:
         if match[1]:
@@ -258,12 +249,7 @@ class RecordReader(ABC, Generic[T]):
     """A reader of examples `T` that collects problems, so that a user can correct all of them at once."""
 
     def __init__(self, plural: str, *, skips_long: bool) -> None:
-        """Prepare to read.
-
-        Args:
-            plural: What the lines are, for messages.
-            skips_long: Whether examples that are too long are counted and left out; else each is refused.
-        """
+        """`plural` names the lines in messages; examples too long are left out if `skips_long`, else refused."""
         self._plural = plural
         self._skips_long = skips_long
         self.problems: list[str] = []

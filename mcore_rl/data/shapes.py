@@ -155,11 +155,7 @@ class Dialogue:
 
 
 def recognise(entry: Mapping[str, Any]) -> Dialogue | None:
-    """Return the turns of a record by its keys; None if no known shape has these keys.
-
-    Raises:
-        DataError: the keys fit a shape, but the values do not.
-    """
+    """Return the turns of a record by its keys; None for unknown keys, DataError for values that do not fit."""
     entry = {key: value for key, value in entry.items() if value is not None}
     for key, name in TURNS.items():
         if key in entry:
@@ -198,12 +194,7 @@ def with_earlier(entry: Mapping[str, Any], turns: Sequence[Message]) -> list[Mes
 
 
 def read_turns(value: Any, name: str) -> list[Message]:
-    """Return turns with `role` and `content`, from these or from ShareGPT's `from` and `value`; parts that are all text
-    are one text.
-
-    Raises:
-        DataError: `value`, the field `name`, is no list of such turns.
-    """
+    """Return turns with `role` and `content`, also from ShareGPT's, with texts joined; DataError for others."""
     if not isinstance(value, list):
         raise DataError(f'"{name}" is a {type(value).__name__}, wanted a list of turns')
     return [_turn(turn, number, name) for number, turn in enumerate(value, start=1)]
@@ -223,12 +214,7 @@ def read_tools(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def as_ranking(entry: Mapping[str, Any], responses_field: str, scores_field: str) -> Mapping[str, Any]:
-    """Return an UltraFeedback record (`completions`, each with a response and a score) as a ranking, and any other
-    record unchanged.
-
-    Raises:
-        DataError: a completion has no score.
-    """
+    """Return an UltraFeedback record as a ranking, others unchanged; DataError without a score."""
     completions = entry.get("completions")
     is_rated = isinstance(completions, list) and completions and responses_field not in entry
     if not is_rated or not all(isinstance(item, dict) and "response" in item for item in completions or ()):

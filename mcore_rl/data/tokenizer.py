@@ -60,10 +60,8 @@ class Encoded(NamedTuple):
 
 
 class TiktokenFile:
-    """The encoding of a folder with tiktoken.model, by the library tiktoken.
-
-    The file has only the ranks. Pattern and reserved tokens are in the Python code of the model's folder, which is not
-    executed: it must be of a known class, and added_tokens_decoder of tokenizer_config.json names tokens.
+    """The encoding of a folder with tiktoken.model, which has only the ranks. Pattern and reserved tokens are in the
+    folder's Python code, which is not run: it must be of a known class, and tokenizer_config.json names tokens.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -195,9 +193,7 @@ class Tokenizer(Protocol):
 
     @property
     def eos_id(self) -> int | None:
-        """The token that the tokenizer's files call `eos`, which in a chat model may end a turn instead of a document;
-        None when they name none.
-        """
+        """The token that the files call `eos`, in a chat model perhaps a turn's end; None when they name none."""
 
     @property
     def bos_id(self) -> int | None:
@@ -377,7 +373,6 @@ class TiktokenTokenizer:
 
 
 def _end_of_document(folder: Path, usual: str, names: Mapping[str, str], ids: Mapping[str, int]) -> int:
-    """Return the id of the token `usual`, or, in a vocabulary without it, of the eos_token of `names`."""
     end = usual if usual in ids else names.get("eos_token", "")
     if end not in ids:
         raise DataError(
@@ -430,7 +425,6 @@ def _refuse_further_tokens(folder: Path, names: Mapping[str, str], ids: Mapping[
 
 
 def _json_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; an empty one if there is no file. DataError where it is damaged."""
     if not path.is_file():
         return {}
     try:
@@ -443,9 +437,7 @@ def _json_object(path: Path) -> dict[str, Any]:
 
 
 def without_limits(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """Return the tokenizer without the truncation and padding of its last use, which tokenizer.json keeps and
-    transformers does not apply.
-    """
+    """Return the tokenizer without the truncation and padding that its file keeps and transformers drops."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -52,10 +52,8 @@ class TokenizerTraining:
 
 
 def train_tokenizer(options: TokenizerTraining) -> int:
-    """Write the model and its manifest, and return the number of lines it was trained on.
-
-    Each byte has a piece (so that nothing is unknown), each digit is a piece, spaces are kept as they are. Ids 0
-    to 3 are unknown, begin of text, end of document and padding.
+    """Write the model and its manifest; return the number of lines read. Each byte and each digit has a piece; ids 0 to
+    3 are unknown, begin of text, end of document and padding.
     """
     if not 0 < options.character_coverage <= 1:
         raise DataError(f"character coverage {options.character_coverage}: wanted above 0, at most 1.")
@@ -98,7 +96,6 @@ def train_tokenizer(options: TokenizerTraining) -> int:
 
 
 def _foreign(output: Path) -> str | None:
-    """Return the end of a sentence about a file that `train_tokenizer` did not write; None if it did."""
     is_own = _recorded(with_ending(output, MANIFEST_ENDING)) == crc32_of(output)
     return None if is_own else f"is no tokenizer of this command (by {output.name}{MANIFEST_ENDING})"
 
@@ -116,8 +113,6 @@ def _recorded(manifest: Path) -> object:
 
 
 class _Lines:
-    """The lines of the documents, counted as they are read."""
-
     def __init__(self, sources: Sequence[InputFile], options: TokenizerTraining) -> None:
         self.count = self.num_documents = self.num_bad = 0
         self.problem = ""

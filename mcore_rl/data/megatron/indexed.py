@@ -85,17 +85,13 @@ class EpochConfig(GPTDatasetConfig):
 
 
 class EpochDataset(GPTDataset):
-    """Repeats one epoch as Megatron cuts, shuffles and caches it. Each epoch has every sequence once: the first epoch
-    in Megatron's order, later epochs in an order that depends only on the seed, the epoch's index and `twins`.
-
-    The sequences are the same in all epochs; remaining tokens at the end that do not fill a sequence are never used.
-    From the second epoch on, an order takes 8 bytes for each sequence of the source, on each rank.
+    """Repeats one epoch as Megatron cuts and caches it: the first in Megatron's order, later ones in an order of seed,
+    epoch and `twins` alone. Tokens that do not fill a last sequence are never used. An order takes 8 bytes a sequence
+    and rank.
     """
 
     def __init__(self, *args: Any) -> None:
-        """Take the arguments of GPTDataset by position, as Megatron's builder gives them; the fourth is the number of
-        samples.
-        """
+        """Take GPTDataset's arguments by position, as its builder gives them; the fourth counts samples."""
         low_level, path, indices, num_samples, *rest = args
         super().__init__(low_level, path, indices, None, *rest)  # None: one epoch
         self._per_epoch = int(super().__len__())
@@ -208,12 +204,9 @@ class Datasets:
 def plan_data(config: DataConfig, *, vocab_size: int, samples: SampleCounts, evaluated_at_once: int = 1) -> DataPlan:
     """Read and check all data that `config` names; a DataError is raised before any work, on all ranks.
 
-    If `valid` or `test` is given, nothing is split: all of `train` is trained on, and a split without prefixes has no
-    data. Requesting samples of valid without data is an error; of test it is not.
-
-    If whole documents would leave a part of a dataset without a sequence, for example if it is a single book, the split
-    cuts the documents at the boundaries of the parts. If an evaluation part has fewer sequences than `samples`, the
-    plan has fewer, in multiples of `evaluated_at_once` (a batch): no sequence is read twice in an evaluation.
+    With `valid` or `test` nothing is split, and all of `train` is trained on. A split cuts documents only where a part
+    would otherwise have no sequence. Evaluation reads no sequence twice: a part may have fewer than `samples`, in
+    multiples of `evaluated_at_once`.
     """
     if not config.train:
         raise DataError("data.train names no data. Give it prefixes of .bin/.idx pairs (`mcore-rl data preprocess`).")
@@ -264,11 +257,8 @@ def plan_data(config: DataConfig, *, vocab_size: int, samples: SampleCounts, eva
 
 
 def build_datasets(plan: DataPlan, *, seed: int, cache_dir: Path) -> Datasets:
-    """Collective over the world: build the datasets. Rank 0 writes the index cache; after a barrier the other ranks
-    map it.
-
-    The order of samples is a function of the data and `seed`: a longer run begins like a shorter run. If
-    `plan.shuffle` is "whole", the order also depends on TrainSource.whole_order().
+    """Collective over the world: build the datasets; rank 0 writes the index cache, which the others map after a
+    barrier. The order depends on data and `seed` alone; with `plan.shuffle` "whole" also on TrainSource.whole_order().
     """
     sizes = [plan.samples.train, plan.samples.valid, plan.samples.test]
     with contextlib.ExitStack() as cache_lock:
@@ -300,7 +290,6 @@ def build_datasets(plan: DataPlan, *, seed: int, cache_dir: Path) -> Datasets:
 
 
 def _check_fit(indexes: dict[str, IndexFile], config: DataConfig, vocab_size: int) -> int:
-    """Return the id that ends documents, once each dataset fits its sidecar, the tokenizer and the model."""
     sidecars = {prefix: read_sidecar(prefix) for prefix in indexes}
     for prefix, sidecar in sidecars.items():
         if sidecar:
@@ -360,7 +349,6 @@ def _weighted(prefixes: Sequence[str], weights: Sequence[float], indexes: dict[s
 
 
 def _part_tokens(blend: DatasetBlend, indexes: dict[str, IndexFile]) -> dict[str, int]:
-    """Return prefix -> number of tokens of its part of whole documents."""
     tokens = {}
     for prefix in blend.prefixes:
         lengths_N = indexes[prefix].lengths_N
@@ -375,7 +363,6 @@ def _token_bounds(config: DataConfig, index: IndexFile) -> tuple[int, int, int, 
 
 
 def _evaluated(wanted: int, at_once: int, blend: DatasetBlend, tokens: dict[str, int], seq_length: int) -> int:
-    """Return how many of `wanted` sequences can be read once each, in multiples of `at_once`."""
     sequences = {prefix: max(0, tokens[prefix] - 1) // seq_length for prefix in blend.prefixes}
     if len(sequences) == 1:
         return min(wanted, sum(sequences.values()) // at_once * at_once)
@@ -408,7 +395,6 @@ def _sources(blend: DatasetBlend, tokens: dict[str, int], samples: int, seq_leng
 
 
 def _with_ranges_written(plan: DataPlan, folder: Path) -> DataPlan:
-    """Write the parts of the datasets that the split cuts inside documents; return the plan of these parts."""
     blends = []
     for i, blend in enumerate(plan.blends):
         prefixes = (
@@ -450,9 +436,7 @@ def _megatron_config(plan: DataPlan, seed: int, cache_dir: Path) -> EpochConfig:
 
 @contextlib.contextmanager
 def _repaired_cache(folder: Path) -> Iterator[None]:
-    """Hold the cache for this process, after deleting files that a killed writer left half-written. A cache that only
-    others may write to is read as it is.
-    """
+    """Hold the cache for this process, without a killed writer's half files; read-only caches stay as they are."""
     make_folder(folder, OTHER_CACHE)
     if not os.access(folder, os.W_OK, effective_ids=True):
         yield

@@ -160,11 +160,7 @@ def finished_shards(shards: Sequence[Shard], folder: Path) -> dict[int, ShardRep
 def merge_shards(
     shards: Sequence[Shard], reports: dict[int, ShardReport], folder: Path, merged: Path, vocab: int
 ) -> tuple[str, str]:
-    """Write MERGED.bin and .idx: the documents of all shards, in order.
-
-    Returns:
-        The CRC-32 of the .bin, which follows from the shards', and the .idx's.
-    """
+    """Write MERGED.bin and .idx, the documents of all shards in order; return the CRC-32 of each."""
     parts: list[PartChecksum] = []
     position = 0
     builder = IndexedDatasetBuilder(str(with_ending(merged, ".bin")), dtype=token_dtype(vocab))
@@ -199,11 +195,7 @@ def _append(builder: IndexedDatasetBuilder, prefix: str) -> None:
 def tokenizing(
     shards: Sequence[Shard], document_format: DocumentFormat, tokenizer: TokenizerConfig, folder: Path, workers: int
 ) -> Iterator[Iterator[ShardReport]]:
-    """Start `workers` processes at once; iterating gives each shard's report when it is done, in any order.
-
-    They are forked, so that they need not import Megatron again: enter this before other threads are started.
-    Leaving waits for the shards at hand and drops the rest.
-    """
+    """Fork `workers` processes, before other threads start; iterating gives shards' reports in any order."""
     if workers < 1:
         raise DataError(f"{workers} workers: wanted at least 1.")
     executor = ProcessPoolExecutor(
