@@ -88,14 +88,7 @@ def listing(changes: Sequence[ConfigChange]) -> tuple[str, str]:
 
 
 def config_changes(before: Mapping[str, Any], now: Section, prefix: str = "") -> list[ConfigChange]:
-    """Return the fields in which a recorded config differs from `now`, except the fields of NOT_COMPARED.
-
-    Args:
-        before: A config of the same kind as `now`, in the form that `model_dump(mode="json")` returns; an earlier
-            version may have written it.
-        now: The config of the run that resumes.
-        prefix: Prefix of the keys if both are a section, such as "model.".
-    """
+    """Return the fields in which a recorded config (JSON) differs from `now`, but for NOT_COMPARED."""
     recorded = dict(leaves(before, prefix))
     there = dict(leaves(as_recorded(before, type(now)), prefix))
     there |= {key: value for key, value in BEFORE_FIELDS.items() if key not in recorded}
@@ -123,8 +116,6 @@ def with_contents(changes: Sequence[ConfigChange], before: Contents, now: Conten
 
 
 def _is_moved(change: ConfigChange, before: Contents, now: Contents) -> bool:
-    """Return whether both values of a field name files with the same checksums, in the same order."""
-
     def files(named: str | Sequence[str], recorded: Mapping[str, str]) -> list[list[tuple[str, str]]]:
         # Of a folder those within it, of a prefix of data PREFIX.bin and PREFIX.idx.
         return [
@@ -144,10 +135,7 @@ def _is_moved(change: ConfigChange, before: Contents, now: Contents) -> bool:
 
 
 def as_recorded(before: Mapping[str, Any], kind: type[AnySection]) -> AnySection | Mapping[str, Any]:
-    """Parse a recorded section with today's class; fields that are newer than the record get their defaults.
-
-    A table with fields that the class lacks, written by a later version, is returned unchanged.
-    """
+    """Parse a recorded section with today's class; a table with fields that it lacks stays unchanged."""
     try:
         return kind.model_validate_json(json.dumps(before))
     except ValidationError:
@@ -165,5 +153,4 @@ def leaves(table: Section | Mapping[str, Any], prefix: str = "") -> Iterator[tup
 
 
 def _is_in(key: str, names: tuple[str, ...]) -> bool:
-    """Return whether `names` contains a field or a section that the field is in."""
     return any(key == name or key.startswith(f"{name}.") for name in names)

@@ -20,11 +20,7 @@ from mcore_rl.config.toml import toml_value
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FieldDoc:
-    """Documentation of a field: its dotted key, type in words, and default as TOML ("" without a default).
-
-    A field with a type, default or meaning that depends on the kind of its section has several records, each for some
-    of the kinds.
-    """
+    """A field's dotted key, type in words, default as TOML ("" without); one record for each set of kinds."""
 
     section: type[Section]
     """Section that contains the field."""
@@ -36,9 +32,7 @@ class FieldDoc:
     """The kinds of its section that have the field; None if all have it."""
 
     def is_of(self, kinds: Mapping[str, Any]) -> bool:
-        """Return whether the field exists for these values of `kind` fields, by key; missing kinds have their
-        defaults.
-        """
+        """Return whether the field exists for these `kind` fields, by key; missing kinds have defaults."""
         return self.choice is None or self.choice.includes(kinds)
 
     @property
@@ -80,9 +74,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SectionDoc:
-    """Documentation of a section: its dotted key ("" for the whole config), its meaning, and the fields directly in
-    it.
-    """
+    """A section's dotted key ("" for the whole config), meaning, and the fields directly in it."""
 
     key: str
     meaning: str
@@ -113,7 +105,6 @@ def describe_sections(cls: type[Section], prefix: str = "", choice: Choice | Non
 
 
 def _describe_union(variants: tuple[type[Section], ...], prefix: str) -> Iterator[SectionDoc]:
-    """Yield the section that is a union by kind, with the kinds of each field, then its subsections."""
     key = f"{prefix}kind"
     all_kinds = tuple(kind for variant in variants for kind in kinds_of(variant))
     chosen = (Choice(key=key, kinds=kinds_of(variant), variants=variants) for variant in variants)
@@ -148,7 +139,6 @@ def _describe_union(variants: tuple[type[Section], ...], prefix: str) -> Iterato
 
 
 def _common(variants: Sequence[type[Section]]) -> type[Section]:
-    """Return the nearest base of all these sections."""
     return next(base for base in variants[0].__mro__ if all(issubclass(variant, base) for variant in variants))
 
 
@@ -167,11 +157,7 @@ def type_name(annotation: Any, bounds: Iterable[Any] = ()) -> str:
 
 @functools.cache
 def _strings_under_fields(module: str) -> Mapping[tuple[str, str], str]:
-    """Return the docstring under each field of a module's classes, by names of class and field.
-
-    Pydantic can read them too, but then does so for every class at import, which takes half the time of a short
-    command.
-    """
+    """Return the docstring under each field of a module, by class and field: pydantic would take long at import."""
     tree = ast.parse(inspect.getsource(sys.modules[module]))
     return {
         (cls.name, field.target.id): inspect.cleandoc(below.value.value)

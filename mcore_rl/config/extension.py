@@ -32,18 +32,14 @@ NO_EXTENSION = (*MODEL_PARTS, *SERVED_PARTS)
 
 
 def correct_part(correct: str | None, parts: Sequence[str]) -> str | None:
-    """Return the part that decides which completions are correct, from `rl.reward.correct` and `rl.reward.parts`; None
-    if no part does.
-    """
+    """Return the part of `rl.reward` that decides which completions are correct; None if no part does."""
     if correct != "auto":
         return correct
     return next((part for part in parts if not part.startswith(NO_EXTENSION)), None)
 
 
 def server_url(part: str) -> str:
-    """Return the URL of the reward server that a part names, either "http://node7:8000/score" or, with an explicit URL,
-    "http:https://node7/score".
-    """
+    """Return the URL in a part's name: "http://node7:8000/score", or explicitly "http:https://node7/score"."""
     inner = part.partition(":")[2]
     return inner if inner.startswith(("http://", "https://")) else part
 
@@ -65,11 +61,7 @@ Extension = Annotated[str, AfterValidator(_checked)]
 
 
 def load_extension(field: str, name: str) -> Any:
-    """Import the user-defined object `name`; modules are searched for in the working directory too.
-
-    Raises:
-        ConfigError: If the module cannot be imported or lacks the name; the message names `field` and the remedy.
-    """
+    """Import the user's object `name`, also from the working directory; ConfigError, with `field`, if it fails."""
     module_name, _, attribute = name.partition(":")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)  # a console script does not have it on its path
@@ -106,12 +98,7 @@ def optional_package(module: str, setting: str, package: str) -> Any:
 
 
 def load_extensions(config: Section) -> dict[str, str]:
-    """Import every user-defined object that `config` names, so that errors are raised before ranks start.
-
-    Returns:
-        SHA-256 (hexadecimal) of the source file of each `module:name` and of the template of each `judge:FILE`, for the
-        record of the run; "" if there is no file.
-    """
+    """Import the user's objects of `config`; return the SHA-256 of each one's file, "" without a file."""
     hashes = {}
     for field, name in sorted(_named(config, "")):
         if name.startswith(JUDGE_PART):
@@ -123,7 +110,6 @@ def load_extensions(config: Section) -> dict[str, str]:
 
 
 def _named(section: Section, prefix: str) -> Iterator[tuple[str, str]]:
-    """Yield (dotted field, name) for each extension and each `judge:FILE` in `section` and its subsections."""
     for field, info in type(section).model_fields.items():
         value = getattr(section, field)
         if isinstance(value, Section):

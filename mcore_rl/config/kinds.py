@@ -43,9 +43,7 @@ OTHER_NAMES = {"grpo": "rl", "gspo": "rl"}
 
 
 def kind_of_name(name: str) -> str | None:
-    """Return the kind that the first word of a file's name stands for, such as "rl" for rl_long.toml; None if it is not
-    a kind.
-    """
+    """Return the kind that a file's first word stands for, as "rl" for rl_long.toml; None if it is no kind."""
     word = name.replace("_", ".").replace("-", ".").partition(".")[0]
     word = OTHER_NAMES.get(word, word)
     return word if word in KINDS else None

@@ -45,22 +45,15 @@ class Setting:
 
 
 def load_config(cls: type[S], path: Path | None, overrides: Sequence[str] = ()) -> S:
-    """Read the config of `path`, a file or the name of a recipe, with `overrides` (`mesh.tp=2`) on top.
-
-    A file may extend further files: `extends = "base.toml"`, or a list in which later files win; their paths are
-    relative to the file, or names of recipes. Any other path is kept as it is written.
-
-    Raises:
-        ConfigError: Lists all unknown keys and all values of a wrong type. Whether values are compatible is checked in
-            `mcore_rl.checks`.
+    """Read the config of `path`, a file or recipe, with `overrides` (`mesh.tp=2`) on top. A file may have `extends =
+    "base.toml"`, or a list in which later files win, relative to it or by recipe. Raises ConfigError with all unknown
+    keys and wrong types.
     """
     return config_of(cls, read_settings(cls, path, overrides))
 
 
 def read_settings(cls: type[Section], path: Path | None, overrides: Sequence[str] = ()) -> dict[str, Setting]:
-    """Return the settings of files and overrides by key, as `load_config` uses them; ConfigError for keys that `cls`
-    lacks.
-    """
+    """Return the settings of files and overrides by key; ConfigError for keys that `cls` lacks."""
     fields = {doc.key: doc for doc in describe(cls)}
     tables = [] if path is None else list(_tables(config_file(path), ()))
     written = [
@@ -112,14 +105,9 @@ def files_of(path: Path) -> list[Path]:
 
 
 def kind_of(path: Path, overrides: Sequence[str] = (), among: Sequence[str] = ()) -> str:
-    """Return the kind, as named in KINDS, of the config `path`, a file or the name of a recipe.
-
-    It is the kind that has all fields of the file and of `overrides` (or most, if a field is misspelt). If several
-    kinds have them, the first word of the file's name decides, as in sft.toml, rl_long.toml or grpo.toml. With `among`,
-    only these kinds are considered, and the first that fits is returned if the name does not decide either.
-
-    Raises:
-        ConfigError: If neither the fields nor the name decide.
+    """Return the kind, as in KINDS, of a file or recipe: the one with all fields (or most, if one is misspelt), then
+    the one that the first word of the file's name has (sft.toml, grpo.toml), then the first of `among`. Raises
+    ConfigError if undecided.
     """
     kinds = _late("kinds")
     tables = [table for _, table in _tables(config_file(path), ())]
@@ -147,12 +135,7 @@ def section_of_run(cls: type[S], table: dict[str, Any]) -> S:
 
 
 def dump_config(config: Section, origins: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Return TOML that `load_config` reads back to an equal config.
-
-    Args:
-        config: The config.
-        origins: Comments to append to the values, by key.
-    """
+    """Return TOML that `load_config` reads back to an equal config; `origins` are comments behind values, by key."""
     return "\n".join(_dump_lines(config, "", origins)).strip() + "\n"
 
 
@@ -191,14 +174,12 @@ def _late(name: str) -> ModuleType:
 
 
 def _unknown_keys(cls: type[Section], tables: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the keys in `tables` that are not fields of `cls`."""
     fields = {doc.key for doc in describe(cls)}
     keys = dict.fromkeys(key for table in tables for key, _ in _leaves(cls, table))
     return [key for key in keys if key not in fields]
 
 
 def _refuse_other_kind(cls: type[Section], path: Path, tables: Sequence[dict[str, Any]]) -> None:
-    """Raise a ConfigError if the file sets keys that `cls` lacks but another kind of config has all of its keys."""
     unknown = _unknown_keys(cls, tables)
     if not unknown:
         return
@@ -235,9 +216,7 @@ def _override_tables(fields: dict[str, FieldDoc], overrides: Sequence[str]) -> I
 
 
 def _on_top(before: Setting | None, setting: Setting, fields: Mapping[str, FieldDoc]) -> Setting:
-    """Return `setting`. For a section that may be "none", the fields that it does not set keep their values from
-    `before`.
-    """
+    """Return `setting`; what it leaves unset in a section that may be "none" stays as in `before`."""
     if before is None or not (isinstance(before.value, dict) and isinstance(setting.value, dict)):
         return setting
     members = alternatives(fields[setting.key].annotation) if setting.key in fields else ()
@@ -247,7 +226,6 @@ def _on_top(before: Setting | None, setting: Setting, fields: Mapping[str, Field
 
 
 def _meant(annotation: Any, text: str, value: Any) -> Any:
-    """Return the meaning of `text` on the command line, with the TOML value `value`, for a field of this annotation."""
     if _is_text(annotation) and not isinstance(value, str):
         return text  # run_dir=2024 means the folder of that name
     members = alternatives(annotation)
@@ -261,7 +239,6 @@ def _meant(annotation: Any, text: str, value: Any) -> Any:
 
 
 def _is_text(annotation: Any) -> bool:
-    """Return whether a field of this annotation accepts any text."""
     members = [
         get_args(member)[0] if get_origin(member) is Annotated else member for member in alternatives(annotation)
     ]
@@ -269,7 +246,6 @@ def _is_text(annotation: Any) -> bool:
 
 
 def _leaves(cls: type[Section], table: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys and values of `table`; tables of `cls`'s sections, and unknown tables, are flattened."""
     return _leaves_of((cls,), table, "")
 
 
@@ -296,7 +272,6 @@ def _unsets(setting: Setting) -> bool:
 
 
 def _of_other_kind(cls: type[Section], settings: Mapping[str, Setting], key: str) -> str:
-    """Return the message about a field that only other kinds of its section have."""
     setting, docs = settings[key], [doc for doc in describe(cls) if doc.key == key]
     choice = docs[0].choice
     assert choice is not None
@@ -309,7 +284,6 @@ def _of_other_kind(cls: type[Section], settings: Mapping[str, Setting], key: str
 
 
 def _not_a_field(cls: type[Section], setting: Setting) -> str:
-    """Return the message about a key that is not a field: a section, another system's name, or a misspelling."""
     key = setting.key
     sections = {doc.key: doc.fields for doc in describe_sections(cls)}
     if key in sections:
@@ -344,7 +318,6 @@ def _not_a_field(cls: type[Section], setting: Setting) -> str:
 
 
 def _is_too_large(value: Any) -> bool:
-    """Return whether `value` contains an integer of more than 64 bits, which TOML, Megatron and numpy do not have."""
     if isinstance(value, list):
         return any(map(_is_too_large, value))
     return isinstance(value, int) and not -(2**63) <= value < 2**63
@@ -366,7 +339,6 @@ def _nearest(key: str, known: Sequence[str]) -> str | None:
 
 
 def _validated(cls: type[S], fields: dict[str, FieldDoc], values: dict[str, Any]) -> S:
-    """Return the config of dotted keys with TOML values; ValidationError if a value has a wrong type."""
     root: dict[str, Any] = {}
     for key, value in values.items():
         *parents, name = key.split(".")

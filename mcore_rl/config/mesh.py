@@ -71,12 +71,7 @@ class MeshConfig(Section):
         return lcm(self.model_parallel, self.etp * self.ep * self.pp)
 
     def chunk_layers(self, num_layers: int, mtp_layers: int = 0) -> list[int]:
-        """Return the number of layers of each model chunk in the model's order: chunk c of stage s is at c * pp + s.
-
-        Args:
-            num_layers: Layers of the model, without multi-token-prediction layers.
-            mtp_layers: Multi-token-prediction layers, which are always in the last chunk and not part of the result.
-        """
+        """Return each chunk's layers, without MTP, in the model's order: chunk c of stage s is at c * pp + s."""
         if self.pp_layout == "balanced":
             return self._balanced(num_layers, mtp_layers)
         if self.pp_layout is not None:

@@ -257,9 +257,7 @@ class ModelConfig(Section):
 
     @cached_property
     def mtp_kind(self) -> LayerKind:
-        """The kind of the transformer layers inside MTP layers: they have attention, with an indexer if the model has
-        any, and experts if the last layer has.
-        """
+        """The kind of layers inside MTP layers: attention, indexed if any is, with experts if the last layer has."""
         return LayerKind("attention" if self.indexer.top_k is None else "indexed", self.moe_layers[-1])
 
     @cached_property
@@ -269,7 +267,5 @@ class ModelConfig(Section):
 
     @cached_property
     def layers_alike(self) -> bool:
-        """Whether all layers attend to all positions, and all or none have experts: Megatron then stores each weight of
-        all layers as a single tensor.
-        """
+        """Whether all layers are full attention with, or without, experts: Megatron then stacks their weights."""
         return set(self.mixers) == {"attention"} and len(set(self.moe_layers)) == 1

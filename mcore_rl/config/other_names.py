@@ -60,7 +60,6 @@ class Argument:
 
 
 def _table(name: str) -> dict[str, Any]:
-    """Read a table beside this file; its lists of names become tuples."""
     table = tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
     for row in (*table.get("equivalent", ()), *table.get("argument", ())):
         row.update({key: tuple(value) for key, value in row.items() if isinstance(value, list)})
@@ -81,11 +80,9 @@ ARGUMENTS = tuple(Argument(**row) for row in _table("megatron_names.toml")["argu
 
 
 def equivalent_named(key: str, fields: Collection[str]) -> tuple[str, Equivalent, tuple[str, ...]] | None:
-    """Return the system that has the setting `key`, its row, and the row's fields that are in `fields`.
-
-    The longest match decides; among equally long matches, a complete name. A key may end in a name, as `rl.temperature`
-    in TRL's `temperature`, or be the end of a name, as `actor.ppo_epochs`, if it has two parts or an underscore, unlike
-    `lr`, `n` or `path`.
+    """Return the system that has the setting `key`, its row, and its fields that are in `fields`. The longest match
+    decides, then a complete name. A key may end in a name (`rl.temperature`), or be the end of one (`actor.ppo_epochs`)
+    unless it is as short as `lr` or `path`.
     """
     found: tuple[tuple[int, bool], str, Equivalent, tuple[str, ...]] | None = None
     wanted = _parts(key)
@@ -103,10 +100,7 @@ def equivalent_named(key: str, fields: Collection[str]) -> tuple[str, Equivalent
 
 
 def setting_named(key: str, fields: Collection[str], system: str | None) -> Equivalent | None:
-    """Return the row of the setting with the whole dotted name `key` in a config of `system`; None is any system.
-
-    The longest matching name decides. Returns None if no field in `fields` corresponds to the setting.
-    """
+    """Return the row of the whole dotted name `key` in a config of `system` (None: any); the longest match decides."""
     wanted = _parts(key)
     found = [
         (len(parts), -len(row.fields), row)

@@ -1,6 +1,4 @@
-"""Recipes and clusters, found by name: `tiny_moe/grpo` is launch/recipes/tiny_moe/grpo.toml, and `example_h100`
-launch/clusters/example_h100.toml.
-"""
+"""Recipes and clusters by name: `tiny_moe/grpo` is launch/recipes/tiny_moe/grpo.toml."""
 
 import argparse
 import difflib
@@ -28,12 +26,8 @@ class Recipe:
 
 
 def config_file(path: Path, folder: Path = RECIPES) -> Path:
-    """Return the file that CONFIG on the command line means: a file, or the recipe of that name in `folder`.
-
-    If there is no such file, a recipe's path in the repository, launch/recipes/NAME.toml, also means the recipe.
-
-    Raises:
-        ConfigError: If there is no such file and no such recipe; the message names the most similar recipes.
+    """Return the file that CONFIG means: a file, or the recipe of that name or path in the repository. Raises
+    ConfigError, with the most similar recipes, if there is none.
     """
     if os.path.exists(path):
         return path
@@ -48,11 +42,7 @@ def config_file(path: Path, folder: Path = RECIPES) -> Path:
 
 
 def extended_file(base: str, file: Path) -> Path:
-    """Return the file that `extends = "base"` in `file` means: a path relative to `file`, a recipe, or a cluster.
-
-    Raises:
-        ConfigError: If `base` does not end in .toml, and there is no such file, recipe or example.
-    """
+    """Return the file of `extends = "base"` in `file`: relative to it, a recipe, or a cluster; else ConfigError."""
     path = file.parent / base
     if os.path.exists(path):
         return path
@@ -66,11 +56,7 @@ def extended_file(base: str, file: Path) -> Path:
 
 
 def cluster_file(text: str) -> Path:
-    """Return the file that --cluster on the command line means: a file, or the example of that name.
-
-    Raises:
-        argparse.ArgumentTypeError: If there is no such file and no such example; the message names all examples.
-    """
+    """Return the file or example of --cluster; argparse.ArgumentTypeError, with all examples, if there is none."""
     path = Path(text)
     if os.path.exists(path):
         return path
@@ -92,9 +78,7 @@ def recipe_files(folder: Path = RECIPES) -> dict[str, Path]:
 
 
 def recipes(folder: Path = RECIPES) -> list[Recipe]:
-    """Return the recipes in `folder` that can be run as they are: those with a run_dir. The rest are bases to
-    extend.
-    """
+    """Return the recipes in `folder` that can run as they are, with a run_dir; the rest are bases to extend."""
     texts = {name: file.read_text(encoding="utf-8") for name, file in recipe_files(folder).items()}
     return [Recipe(name, _summary(text)) for name, text in texts.items() if "run_dir" in tomllib.loads(text)]
 
@@ -106,7 +90,6 @@ def _packaged(path: Path, folder: Path) -> Path | None:
 
 
 def _summary(text: str) -> str:
-    """Return the first sentence of the comment at the top of a file, "" if there is none."""
     comment: list[str] = []
     for line in text.splitlines():
         if not line.startswith("#"):

@@ -53,9 +53,7 @@ class RlConfig(Section):
 
     @cached_property
     def deciding_parts(self) -> frozenset[str]:
-        """Parts of the reward that training depends on: the parts with a weight, and the part by which groups are
-        sampled. The rest only measure.
-        """
+        """Parts of the reward that training depends on, by weight or for sampling; the rest only measure."""
         parts = {part for part, weight in self.reward.weight_of.items() if weight}
         if self.rollout.dynamic_sampling and self.samples_by_accuracy and self.reward.correct_part:
             parts.add(self.reward.correct_part)
@@ -115,9 +113,7 @@ class RlRunConfig(RunConfig):
 
     @cached_property
     def allows_te(self) -> bool:
-        """Whether `platform.layers` = "auto" may choose TransformerEngine: the native engine's cache of keys and values
-        needs our own attention, and so do adapters.
-        """
+        """Whether "auto" may choose TransformerEngine: the native engine and adapters need our own attention."""
         return self.rl.engine.is_served and not self.lora.is_on
 
     @cached_property

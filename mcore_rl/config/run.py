@@ -77,31 +77,18 @@ class PlatformConfig(Section):
 
     @cached_property
     def fp8_multiple(self) -> int:
-        """Multiple that 8-bit products require of widths, and of tokens on a rank; 1 without fp8. With the recipe
-        "auto", the largest that it may choose.
-        """
+        """Multiple of widths and of a rank's tokens for 8-bit products; 1 without. "auto": the largest."""
         if self.fp8 == "none":
             return 1
         return 32 if self.fp8_recipe in ("auto", "mxfp8") else 16
 
     def logits_chunk(self, num_tokens: int, num_columns: int) -> int | None:
-        """Return how many of a microbatch's positions have logits at a time; None if all have, kept for the backward
-        pass.
-
-        Args:
-            num_tokens: Positions of the microbatch on a rank.
-            num_columns: Ids of the vocabulary on a rank.
-        """
+        """Return how many of a rank's positions have logits at a time; None: all, kept for backward."""
         most_whole, chunk = self.logits_chunks(num_columns)
         return None if num_tokens <= most_whole else chunk
 
     def logits_chunks(self, num_columns: int) -> tuple[int, int | None]:
-        """Return the maximum number of positions of a microbatch with logits computed at once, and the number of
-        positions with logits at a time in a larger microbatch, None if that is all.
-
-        Args:
-            num_columns: Ids of the vocabulary on a rank.
-        """
+        """Return the most positions with logits at once, and how many at a time of more, None for all."""
         if self.logits_chunk_tokens != "auto":
             return 0, self.logits_chunk_tokens
         most_whole = WHOLE_LOGITS_BYTES // (4 * num_columns)
@@ -237,9 +224,7 @@ class RunConfig(Section):
 
     @cached_property
     def packed_multiple(self) -> int:
-        """Multiple to which packed sequences are padded, so that context and sequence parallelism can cut them and
-        8-bit products accept the parts.
-        """
+        """Multiple of packed sequences: context, sequence parallelism and 8-bit products cut them."""
         slices = self.mesh.cp * (self.mesh.tp if self.mesh.sequence_parallel else 1)
         return lcm(self.mesh.zigzag, slices * self.platform.fp8_multiple)
 

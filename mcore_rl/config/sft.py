@@ -13,12 +13,9 @@ from mcore_rl.config.section import Section, Text
 
 
 def evaluation_conditions(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the conditions of the evaluations of an RL config, given as the mapping of its sections.
-
-    Returns:
-        "prompts": the files, or task and sizes with the seed; "first": their number; "samples": completions per prompt;
-        "temperature"; "max_new_tokens"; "correct_by": the part of the reward that decides which completions are
-        correct; with an environment "environment": its name, arguments and limits.
+    """Return the conditions of the evaluations of an RL config: "prompts" (files, or task, sizes and seed), "first"
+    (their number), "samples" a prompt, "temperature", "max_new_tokens", "correct_by" (part of the reward),
+    "environment" if any.
     """
     rl = config.get("rl", {})
     prompts, evaluation = rl.get("prompts", {}), rl.get("eval", {})

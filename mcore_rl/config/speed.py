@@ -62,15 +62,8 @@ def speed_flags(
     unfuses_router: bool = False,
     trains_mtp: bool = True,
 ) -> SpeedFlags:
-    """Return the flags of a model on a machine.
-
-    Args:
-        platform: Section of the config.
-        mesh: Section of the config.
-        model: The model.
-        machine: The machine.
-        unfuses_router: Whether the program reads or imposes the routers' choices, which a fused router hides.
-        trains_mtp: Whether passes go through the layers of multi-token prediction.
+    """Return the flags of a model on a machine. `unfuses_router`: the program reads or imposes the routers' choices,
+    which a fused router hides; `trains_mtp`: passes go through the MTP layers.
     """
     te, kernels = machine.has_te_layers, machine.kernels
     gather, reduce = mesh.overlap_param_gather, mesh.overlap_grad_reduce
@@ -127,7 +120,6 @@ def run_flags(config: RunConfig, machine: Machine) -> SpeedFlags:
 
 
 def _has_copies(mesh: MeshConfig, model: ModelConfig, world_size: int) -> bool:
-    """Return whether any weights have copies on other ranks, so that their gradients are summed."""
     dense = world_size > mesh.tp * mesh.pp
     return dense or (model.is_moe and world_size > mesh.etp * mesh.ep * mesh.pp)
 

@@ -285,9 +285,7 @@ class LossConfig(Section):
 
     @cached_property
     def aggregation_in_use(self) -> Aggregation:
-        """Mean over tokens; for ratios of whole sequences always a mean over sequences, where a long sequence has no
-        more weight.
-        """
+        """Mean over tokens; for sequences' ratios over sequences, where a long one has no more weight."""
         return "seq_mean_token_mean"
 
     @cached_property
