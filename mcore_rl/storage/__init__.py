@@ -1,3 +1,1 @@
-"""Folders that hold models (checkpoints, Hugging Face's, runs), and their descriptions of the model, read without
-torch.
-"""
+"""Folders that hold models, and their descriptions of the model, read without torch."""

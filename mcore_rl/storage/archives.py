@@ -100,14 +100,9 @@ class ArchiveRecord:
 
 
 def archive_records(data: SliceableBytes) -> list[ArchiveRecord]:
-    """Return the records of an archive in the order of its directory, all of them in the first record's folder.
-
-    An archive that another reader could understand differently is refused, so that the checked bytes are the bytes that
-    torch loads: it begins with a record (else torch reads an older format, a bare pickle) and ends with the directory;
-    every name is plain ASCII and differs from other names in more than case (torch's lookup ignores case).
-
-    Raises:
-        zipfile.BadZipFile: If the bytes are not such an archive.
+    """Return the records of an archive in the order of its directory, all in the first record's folder. An archive that
+    torch could read otherwise is refused (zipfile.BadZipFile): it must begin with a record, end with the directory, and
+    have plain ASCII names that differ in more than case.
     """
     if data[: len(RECORD_MARK)] != RECORD_MARK:
         raise zipfile.BadZipFile("it does not begin as an archive of torch.save does")
@@ -132,9 +127,7 @@ def archive_records(data: SliceableBytes) -> list[ArchiveRecord]:
 
 
 def record_bytes(data: SliceableBytes, found: Sequence[ArchiveRecord], name: str) -> bytes:
-    """Return the bytes of the record `name`; BadZipFile if there is none, or its bytes have changed since they were
-    written.
-    """
+    """Return the bytes of the record `name`; BadZipFile if there is none, or they have changed."""
     record = record_named(found, name)
     read = data[record.start : record.start + record.size]
     if not record.is_plain or len(read) != record.size or not _is_sound(record, crc32(read)):
@@ -160,14 +153,8 @@ def damaged_record(data: FilePart) -> str | None:
 
 
 def recorded_crc32(file: Path, archives: Iterable[FileRange]) -> str:
-    """Return the CRC-32 of a file, in hexadecimal, without reading large records.
-
-    It is the CRC-32 of the whole file if the bytes of each large record match the checksum in their archive, which
-    `damaged_record` checks.
-
-    Args:
-        file: The file.
-        archives: Ranges of the file that torch.save wrote. Everything outside of valid archives is read.
+    """Return the CRC-32 of a file, in hexadecimal, from those recorded of large records in the ranges `archives` of
+    torch.save; it is the file's if they match (`damaged_record`). All else is read.
     """
     with file.open("rb") as opened:
         size = os.fstat(opened.fileno()).st_size
@@ -223,7 +210,6 @@ def _directory(data: SliceableBytes) -> tuple[int, int, int]:
 
 
 def _record(data: SliceableBytes, directory: bytes, position: int) -> tuple[ArchiveRecord, int]:
-    """Return the record with its entry at byte `position` of the directory, and where the next entry begins."""
     mark, _, _, flags, method, _, _, *numbers = _unpack(ENTRY, directory, position)
     crc, stored_size, size, name_length, extra_length, comment_length, disk, _, attributes, header = numbers
     begin_extra = position + ENTRY.size + name_length
@@ -305,16 +291,7 @@ def check_descriptions(path: Path, marker: Marker) -> None:
 
 
 def check_identity(path: Path, marker: Marker, name: str, archives: Iterable[FileRange]) -> None:
-    """Raise a DamagedCheckpointError when a file is not the file that the marker names, such as another step's.
-
-    Large records are not read: `check_part` compares them with the checksums on which this check is built.
-
-    Args:
-        path: The checkpoint.
-        marker: Its marker; a marker of an earlier version has no checksums of files, and passes.
-        name: Name of the file.
-        archives: Ranges of it that torch.save wrote.
-    """
+    """Raise a DamagedCheckpointError unless `name` is the marker's file; `check_part` reads large records."""
     if name not in marker.crc32:
         return
     try:

@@ -147,10 +147,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def check(path: Path) -> Marker:
-    """Return the marker of a complete checkpoint.
-
-    Raises CheckpointError with the fault, and names another complete checkpoint.
-    """
+    """Return the marker of a complete checkpoint; else CheckpointError, with the fault and a complete one."""
     fault = _fault(path)
     if fault is not None:
         raise DamagedCheckpointError(f"{path} {fault}. {others(path)}")
@@ -166,11 +163,7 @@ def read_marker(path: Path) -> Marker:
 
 
 def reference_to(base: Path) -> dict[str, str]:
-    """Return a marker's entry `base` for a complete checkpoint: its path, and its identity, derived from its files'
-    checksums.
-
-    Raises CheckpointError if it has no checksums.
-    """
+    """Return a marker's entry `base`: path and identity of a checkpoint; CheckpointError without checksums."""
     marker = check(base) if (base / MARKER).is_file() else None
     if marker is None or not marker.crc32:
         raise CheckpointError(
@@ -181,10 +174,7 @@ def reference_to(base: Path) -> dict[str, str]:
 
 
 def base_of(path: Path, marker: Marker) -> Path | None:
-    """Return the checkpoint with the weights that a checkpoint of adapters leaves out; None if it has all weights.
-
-    Raises CheckpointError if that checkpoint is missing, or has been replaced by another checkpoint.
-    """
+    """Return the checkpoint with the weights that adapters leave out; CheckpointError if missing or replaced."""
     if not marker.base:
         return None
     base = Path(marker.base["path"])
@@ -200,9 +190,7 @@ def base_of(path: Path, marker: Marker) -> Path | None:
 
 
 def held_by_base(base: Iterable[str], own: Collection[str]) -> list[str]:
-    """Return which of the keys `base` of a base checkpoint are of weights that a checkpoint with the keys `own` leaves
-    out.
-    """
+    """Return the keys of `base` with weights that a checkpoint with the keys `own` leaves out."""
     left_out = (OPTIMIZER, CRITIC, *(LOGIT_PARTS if SCORE_WEIGHT in own else ()))
     return [key for key in base if not key.startswith(left_out) and ADAPTER not in key and key not in own]
 
@@ -243,10 +231,7 @@ def name_latest(final: Path) -> None:
 
 
 def superseded(folder: Path, keep: int | Literal["all"]) -> list[Path]:
-    """Rename all complete checkpoints of trainings but the newest `keep`, and return those that may be deleted.
-
-    What was converted into the folder is no run's to delete.
-    """
+    """Rename all complete checkpoints of trainings but the newest `keep`, and return them for deletion."""
     complete = [path for path in checkpoints_in(folder) if (path / MARKER).exists() and not (path / MANIFEST).exists()]
     renamed = [set_aside(path) for path in ([] if keep == "all" else complete[:-keep])]
     return renamed + [path for path in folder.iterdir() if path.name.startswith(DELETING) and path not in renamed]
@@ -280,10 +265,7 @@ def clean(folder: Path) -> list[str]:
 
 
 def set_aside(path: Path, prefix: str = DELETING) -> Path:
-    """Rename a folder that is to be deleted, and return its new path: a killed deletion leaves no half checkpoint.
-
-    With the prefix DAMAGED it is not deleted, and does not count as a checkpoint any more.
-    """
+    """Rename a folder before its deletion (or as DAMAGED) and return its path: a kill leaves no half."""
     index = 0
     while (aside := path.with_name(f"{prefix}{path.name}_{index}")).exists():
         index += 1
@@ -292,12 +274,7 @@ def set_aside(path: Path, prefix: str = DELETING) -> Path:
 
 
 def step_back(damaged: Path) -> tuple[Path, Path] | None:
-    """Rename a damaged checkpoint if an earlier checkpoint is complete, and make LATEST name the earlier checkpoint.
-
-    Returns:
-        The new path of the damaged checkpoint, and the earlier checkpoint; None, with nothing changed, without an
-        earlier checkpoint.
-    """
+    """Rename a damaged checkpoint, let LATEST name the one before, and return both; None if there is none."""
     earlier = [path for path in complete_in(damaged.parent) if (step_of(path) or 0) < (step_of(damaged) or 0)]
     if not earlier:
         return None
@@ -367,7 +344,6 @@ def length_fault(path: Path, name: str, size: int) -> str | None:
 
 
 def _identity(marker: Marker) -> str:
-    """Return a hash that is equal for two checkpoints if their models and files are equal."""
     parts = [marker.model, marker.files, marker.crc32]
     return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 

@@ -1,7 +1,4 @@
-"""CRC-32 of files and tensors that are read in parts: the checksum of a whole follows from the parts' checksums.
-
-Every CRC-32 of this program is computed by `crc32`.
-"""
+"""CRC-32 of files and tensors that are read in parts: that of a whole follows from its parts'."""
 
 from collections.abc import Iterable
 from functools import cache
@@ -63,10 +60,7 @@ def joined(parts: Iterable[PartChecksum], size: int) -> int | None:
 
 
 def _concatenated(first: int, second: int, second_size: int) -> int:
-    """Return the CRC-32 of two byte strings after one another.
-
-    A CRC is linear: appending bytes is appending as many zeros to the first string, then adding (xor) the second's CRC.
-    """
+    """Return the CRC-32 of two byte strings. It is linear: append zeros to the first, then add (xor) the second's."""
     for power in range(second_size.bit_length()):
         if second_size >> power & 1:
             first = _apply(_zero_bytes(power), first)

@@ -1,9 +1,7 @@
-"""Files that appear whole or not at all, folders with one writer, and the errors of a failing disk in words for the
-user.
+"""Files that appear whole or not at all, folders with one writer, and the errors of a failing disk in words.
 
-This is the only module that gives a finished file or folder its name: everything that a reader may find under a final
-name was complete before it got there. It is also where a command asks whether it may replace an existing output
-(`refuse_replacing`): nothing that a command of the same kind did not write is ever replaced.
+Only this module gives finished files and folders their names, and decides whether a command may replace an output
+(`refuse_replacing`): nothing that a command of the same kind did not write is replaced.
 """
 
 import errno
@@ -59,9 +57,7 @@ Stamps = Mapping[str, Sequence[int]]
 
 
 def shipped(folder: str) -> Path:
-    """Return `recipes`, `clusters` or `job.sh` of launch/: inside the installed package, or next to it
-    in a checkout and in a job's copy of the code.
-    """
+    """Return `recipes`, `clusters` or `job.sh` of launch/, inside the package or in the checkout."""
     inside = Path(__file__).parents[1] / "shipped"
     return (inside if inside.is_dir() else Path(__file__).parents[2] / "launch") / folder
 
@@ -97,10 +93,7 @@ def flush_to_disk(path: Path) -> None:
 
 
 def move_into_place(written: Path, final: Path) -> None:
-    """Give the finished file or folder `written` the name `final`, where a file of that name is replaced.
-
-    A reader sees the old content or all of the new. When this returns, a crash of the machine loses neither.
-    """
+    """Give a finished file or folder its final name, in place of a file: old or new, never half."""
     # The content first: a file system may otherwise keep the new name after a crash and lose what it stands for.
     flush_to_disk(written)
     os.replace(written, final)
@@ -110,11 +103,8 @@ def move_into_place(written: Path, final: Path) -> None:
 
 @contextmanager
 def written_atomically(path: Path) -> Iterator[Path]:
-    """Yield a scratch path to write to, which becomes `path` when the block ends without an exception.
-
-    Raises:
-        OSError: `path` is a folder, or a device, pipe or a link to it, which a file would replace: root may rename a
-            file over /dev/stdout.
+    """Yield a scratch path that becomes `path` when the block ends without an exception. Raises OSError for a folder,
+    device or pipe: root may rename a file over /dev/stdout.
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EEXIST, "it is a folder, device or pipe, and no file", str(path))
@@ -185,9 +175,7 @@ def disk_errors_explained(folder: Path, remedy: str) -> Iterator[None]:
 
 
 def limit_reached(text: str) -> str:
-    """Return the end of an error's text that names the limit of this process that the error comes from; empty if there
-    is no such limit, or the text has named it.
-    """
+    """Return the end of an error's text that names this process's limit behind it, unless it does already."""
     for option, (limit, unit, texts) in LIMITS.items():
         most = resource.getrlimit(limit)[0]
         if most != resource.RLIM_INFINITY and any(part in text for part in texts) and "`ulimit" not in text:
@@ -254,9 +242,7 @@ def run_errors_explained(run_dir: Path) -> Iterator[None]:
 
 @contextmanager
 def full_disk_explained(run_dir: Path) -> Iterator[None]:
-    """Raise a TrainingError in place of the errors of a full disk in the run of a folder; other errors stay as they
-    are.
-    """
+    """Raise a TrainingError for errors of a full disk in a run's folder; other errors stay."""
     try:
         yield
     except OSError as error:
@@ -284,16 +270,7 @@ def existing_part(path: Path) -> Path:
 
 @contextmanager
 def sole_writer(lock: Path, *, wait_s: float, remedy: str) -> Iterator[None]:
-    """Lock the file `lock` for this process and the children it forks.
-
-    Args:
-        lock: A file in the folder that is to have one writer; it is made if need be.
-        wait_s: Seconds to wait for another writer to end.
-        remedy: What the user can do when it does not end, as a sentence.
-
-    Raises:
-        DataError: Another process keeps the lock, or has just ended its work and removed the folder.
-    """
+    """Lock the file `lock` for this process and its forks; DataError, with `remedy`, after `wait_s` seconds."""
     give_up = time.monotonic() + wait_s
     with suppress(FileExistsError):
         made = os.open(lock, os.O_CREAT | os.O_EXCL)
@@ -323,12 +300,8 @@ def is_run(folder: Path) -> bool:
 
 
 def refuse_overlap(output: Path, sources: Sequence[tuple[str, Path]]) -> None:
-    """Raise a ConfigError where an output is, contains or lies in a source or the folder of a run.
-
-    Args:
-        output: The file or folder that a command is asked to write; it need not exist.
-        sources: Files and folders that the command reads, each behind its name in the message. Links are followed,
-            those in a source too: a Hugging Face cache has its files elsewhere.
+    """Raise a ConfigError where an output is, contains or lies in a source (name in the message, path) or a run's
+    folder. Links are followed, those in a source too: a Hugging Face cache has its files elsewhere.
     """
     real = Path(os.path.realpath(output))
     own, place, found = _identity(real), _identities(real), []
@@ -359,21 +332,11 @@ def refuse_replacing(
     foreign: Callable[[Path], str | None],
     folder: bool = False,
 ) -> Stamps:
-    """Raise a ConfigError unless a command may write to `output`: the rule of every command that replaces a path.
+    """Raise a ConfigError unless a command may write to `output`: the rule of every command that replaces a path. It
+    must not overlap a source or a run. Where it exists, it must be an empty folder, or with `overwrite` all of it the
+    unchanged output of such a command: `foreign` returns the end of a sentence on what is not, or None.
 
-    It must not overlap a source or a run (see `refuse_overlap`). Where it exists, it must be an empty folder, or with
-    `overwrite` the output of a command of this kind that nobody has changed since.
-
-    Args:
-        output: The file or folder that the command is asked to write.
-        sources: As of `refuse_overlap`.
-        overwrite: Whether the user has asked to replace an earlier output.
-        foreign: Returns the end of a sentence on the part of the existing output that the command did not write;
-            None: nothing.
-        folder: Whether the output is a folder.
-
-    Returns:
-        The stamps of the existing files, with which `replace_folder` notices later changes.
+    Returns the stamps of the existing files, with which `replace_folder` notices later changes.
     """
     if os.path.lexists(output):
         _refuse_kind(output, folder=folder)
@@ -420,12 +383,7 @@ def is_event_log(path: Path) -> bool:
 
 
 def foreign_files(folder: Path, recorded: Callable[[str], str | None]) -> str | None:
-    """Return the end of a sentence on the files in `folder` that differ from their record; None: all are the same.
-
-    Args:
-        folder: An earlier output.
-        recorded: Returns the fault of the file of this relative path; None: it is as it was written.
-    """
+    """Return the end of a sentence on files in `folder` with a fault that `recorded` returns; None: no file."""
     faults = []
     for name, entry in _entries(folder):
         if stat.S_ISDIR(entry.st_mode):
@@ -458,18 +416,8 @@ def sizes_and_times(files: Iterable[Path]) -> dict[Path, tuple[int, int]]:
 
 
 def replace_folder(written: Path, final: Path, aside: Path, stamps: Stamps) -> None:
-    """Give a folder the name `final`; a folder with that name is renamed first, and restored where the naming fails.
-
-    It is then `aside`, for the caller to delete (`delete_files`).
-
-    Args:
-        written: The complete folder.
-        final: Its name.
-        aside: Free name, on the same file system, that the replaced folder has meanwhile.
-        stamps: What `refuse_replacing` returned for `final`; empty: it was free, or an empty folder.
-
-    Raises:
-        ConfigError: Somebody has changed `final` since. Nothing is renamed then.
+    """Give a folder the name `final`; a folder there is renamed to `aside`, and back if the naming fails. Raises
+    ConfigError if somebody has changed `final` since `refuse_replacing` returned `stamps`.
     """
     # An empty folder may be there: a rename replaces it, and fails where something has been put into it.
     if not stamps:
@@ -526,7 +474,6 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _identities(path: Path) -> set[tuple[int, int]]:
-    """Return the identities of a path and of all folders above it, as far as they exist."""
     real = Path(os.path.realpath(path))
     return {identity for each in (real, *real.parents) if (identity := _identity(each)) is not None}
 
@@ -556,10 +503,7 @@ def is_lfs_pointer(file: Path) -> bool:
 
 
 def refuse_absent_content(folder: Path) -> None:
-    """Raise CheckpointError for a file of a model's folder without its content: a pointer of Git LFS, or a link to
-    nothing, as the hub's cache has them where its blobs were deleted. A folder without the file, such as the tokenizer,
-    might pass for another model.
-    """
+    """Raise CheckpointError for a pointer of Git LFS or a dead link: the rest might pass for another model."""
     for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
         if entry.suffix in READ and entry.is_symlink() and not os.path.exists(entry):
             raise CheckpointError(

@@ -151,20 +151,12 @@ class ModelFolder:
 
 
 def cached_or_given(path: Path) -> Path:
-    """Return the path that a command is given, or the folder in the hub's cache of a model that it names so.
-
-    Raises:
-        ConfigError: There is nothing at a path that could be a name of the hub, and no such model in the cache.
-    """
+    """Return the path, or the folder in the hub's cache of a model of that name; ConfigError if there is neither."""
     return path if path.exists() or not HUB_NAME.fullmatch(str(path)) else find_model(str(path), "PATH")
 
 
 def find_model(name: str, field: str = "model.path") -> Path:
-    """Return the folder that `field` names: a path, or a model of the hub in its local cache.
-
-    Raises:
-        ConfigError: There is no such folder, and no such model in the cache.
-    """
+    """Return the folder of `field`: a path, or a model in the hub's local cache; ConfigError for neither."""
     path = Path(name)
     if path.is_dir():
         return snapshot_in(path) or path
@@ -189,14 +181,8 @@ def find_model(name: str, field: str = "model.path") -> Path:
 
 
 def read_model_folder(path: Path, family: str | None = None) -> ModelFolder:
-    """Return the description of the model in the folder of a run, a checkpoint, an import or a Hugging Face model.
-
-    Args:
-        path: The folder; of a folder of checkpoints, or a run, the newest checkpoint counts.
-        family: A family of the user's own for a Hugging Face folder, as `module:name`; None for its config.json's.
-
-    Raises:
-        CheckpointError, ConfigError: The folder describes no model, or a model that Megatron cannot build.
+    """Return the description of the model in the folder of a run, a checkpoint (the newest), an import or a Hugging
+    Face model. Raises CheckpointError or ConfigError if it describes none, or one that Megatron cannot build.
     """
     if (path / "config.toml").is_file():
         return read_run(path)
@@ -261,9 +247,7 @@ def lora_of(marker: Marker | None) -> LoraConfig:
 
 
 def stored_lora(checkpoint: Path) -> LoraConfig:
-    """Return the section `lora` of the run that wrote a checkpoint; for a run or a folder of checkpoints, of the newest
-    checkpoint.
-    """
+    """Return the section `lora` of the run of a checkpoint, or of the newest in a folder."""
     path = find_checkpoint(checkpoint)
     return lora_of(read_marker(path) if (path / MARKER).is_file() else None)
 
@@ -278,7 +262,6 @@ def tokenizer_in(folder: Path) -> TokenizerConfig:
 
 
 def _template_in(folder: Path) -> Literal["tokenizer"] | None:
-    """Return the word for the template of the tokenizer in a folder; None where the tokenizer has none."""
     if (folder / "chat_template.jinja").is_file():
         return "tokenizer"
     path = folder / "tokenizer_config.json"
@@ -287,9 +270,7 @@ def _template_in(folder: Path) -> Literal["tokenizer"] | None:
 
 
 def _read_checkpoint(path: Path) -> ModelFolder:
-    """Return a checkpoint's description: from its run if it is in a run's folder, else from its marker and the files
-    next to it.
-    """
+    """Describe a checkpoint by its run if it is in a run's folder, else by its marker and files."""
     if (run := run_of_checkpoint(path)) is not None:
         return read_run(run)
     if not (path / MARKER).is_file():
@@ -324,11 +305,7 @@ class ModelImport:
     """An import of a Hugging Face folder: where it is, and the words after `mcore-rl` that make it."""
 
     def __init__(self, source: Path, model: ModelConfig, imports: Path) -> None:
-        """Find the import of `source` for `model`, in the folder `imports`.
-
-        Raises:
-            CheckpointError: The folder has no weights, or its config.json cannot be read.
-        """
+        """Find the import of `source` in `imports`; CheckpointError without weights or config.json."""
         own_family = model.family if is_extension(model.family) else None
         options = []
         if own_family is not None:
@@ -352,13 +329,7 @@ class ModelImport:
 
 
 def import_of(load: str, model: ModelConfig, imports: Path) -> ModelImport | None:
-    """Return the import of the weights `load`; None if they are already a checkpoint.
-
-    Args:
-        load: A value of `checkpoint.load`.
-        model: The model that loads them.
-        imports: The folder of imports, as `imports_folder` returns it.
-    """
+    """Return the import of `load` (of `checkpoint.load`) in the folder `imports`; None if that is a checkpoint."""
     if not Path(load).is_dir():
         return None
     source = find_model(load, "checkpoint.load")  # the snapshot, of a model in the hub's cache

@@ -155,26 +155,19 @@ class _LoadingUnpickler(pickle.Unpickler):
     """Makes the objects of the classes of SAVED; torch asks it for each object of an archive (`pickle_module`)."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the class or function if SAVED has it."""
         if (module, name) not in SAVED:
             raise _refusal(module, name)
         return super().find_class(module, name)
 
 
 class _LoadingModule:
-    """Stands in for the module `pickle` in torch.load."""
-
     __name__ = "pickle"
     Unpickler = _LoadingUnpickler
 
 
 def load_metadata(path: Path) -> StoredMetadata:
-    """Return the `.metadata` of a distributed checkpoint.
-
-    Raises:
-        DamagedCheckpointError: If its bytes are not a pickle.
-        CheckpointError: If it cannot be read, is not torch's metadata, or asks for classes that this file does not
-            name.
+    """Return the `.metadata` of a distributed checkpoint. Raises DamagedCheckpointError if it is no pickle,
+    CheckpointError if it cannot be read, or asks for classes not named here.
     """
     file = path / ".metadata"
     try:
@@ -200,10 +193,7 @@ def load_common(data: SliceableBytes, what: str) -> dict[str, Any]:
 
 
 def load_saved(data: bytes, what: str, map_location: str | None = None) -> Any:
-    """Return the object that `torch.save` wrote; CheckpointError, naming `what`, as `refuse_programs` raises it.
-
-    Only classes of SAVED are ever called, whichever record of the archive torch reads.
-    """
+    """Return what `torch.save` wrote, by classes of SAVED alone; CheckpointError with `what` as `refuse_programs`."""
     refuse_programs(data, what)
     try:
         return torch.load(io.BytesIO(data), map_location, pickle_module=_LoadingModule, weights_only=False)
@@ -217,10 +207,8 @@ def refuse_programs(data: SliceableBytes, what: str) -> None:
 
 
 def refuse_programs_inside(state: Any, what: str) -> None:
-    """Raise a CheckpointError, naming `what`, if a loaded extra state of TransformerEngine contains a program.
-
-    Its fp8 scales are again a pickle, in a tensor of bytes or (before 2.0) in torch.save's format; its layers and
-    Megatron 0.16's unpickle it in any case, even in a run without fp8.
+    """Raise a CheckpointError, naming `what`, if an extra state of TransformerEngine contains a program: its fp8 scales
+    are a pickle in a tensor or (before 2.0) torch.save's format, which layers and Megatron 0.16 always load.
     """
     if isinstance(state, io.BytesIO):
         _unpickled(state.getvalue(), what, _extra_states(), opaque=False)

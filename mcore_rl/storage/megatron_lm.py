@@ -75,9 +75,7 @@ SHARDING_METADATA = {
 def common_state(
     model: ModelConfig, mesh: Mapping[str, int], world_size: int, step: int, own: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the state that is the same on all ranks of a mesh with these sizes: the entries that Megatron-LM looks
-    for, and OWN_ENTRY.
-    """
+    """Return the state that all ranks of a mesh share: what Megatron-LM looks for, and OWN_ENTRY."""
     args = model_args(model)
     args.tensor_model_parallel_size = mesh["tp"]
     args.pipeline_model_parallel_size = mesh["pp"]
@@ -96,10 +94,7 @@ def common_state(
 
 
 def hybrid_args(model: ModelConfig) -> dict[str, Any]:
-    """Return the arguments of `model_args` that are others for the same model as Megatron's HybridModel.
-
-    Without a pattern Megatron-LM 0.19 takes a checkpoint for GPTModel's, and looks for the names that GPTModel has.
-    """
+    """Return HybridModel's own arguments; without a pattern Megatron-LM 0.19 expects GPTModel's names."""
     pattern = "".join("*E" if is_moe else "*-" for is_moe in model.moe_layers)
     return {"num_layers": len(pattern), "hybrid_layer_pattern": pattern, "moe_layer_freq": 1}
 
@@ -200,7 +195,6 @@ def _yarn(args: Mapping[str, Any], factor: str, prefix: str) -> Iterator[tuple[s
 
 
 def _foreign(args: Mapping[str, Any], family: Family) -> Iterator[str]:
-    """Yield the arguments that are of another family, as `name=value`."""
     wanted = dict(ABSENT)
     wanted["apply_layernorm_1p"] = (True,) if family.has_zero_centered_norms else (False, None)
     if family.router != "none":

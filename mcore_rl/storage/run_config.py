@@ -38,14 +38,9 @@ load.
 
 
 def load_run_config(cls: type[R], path: Path | None, overrides: Sequence[str] = ()) -> R:
-    """Read the config of a training as `load_config` does, with defaults from the folder of its model.
-
-    `model.path` gives the section `model`, the tokenizer, the chat template of a run, and the weights; without it
-    `checkpoint.load` gives all but the weights, where it is there and describes its model.
-
-    Raises:
-        ConfigError: As of `load_config`; `model.path` is no model, or fields contradict the weights in it.
-        CheckpointError: A file of `model.path` cannot be read.
+    """Read the config of a training with defaults from its model's folder: `model.path` gives the section `model`,
+    tokenizer, chat template and weights, without it `checkpoint.load` all but the weights. Raises ConfigError as
+    `load_config`, also if fields contradict the weights; CheckpointError if a file cannot be read.
     """
     return with_origins(cls, path, overrides)[0]
 
@@ -66,9 +61,7 @@ def with_origins(cls: type[R], path: Path | None, overrides: Sequence[str] = ())
 
 
 def _folder(settings: Mapping[str, Setting]) -> tuple[ModelFolder | None, Setting | None]:
-    """Return the folder of the model, and the field that names it: `model.path`, else `checkpoint.load` with a model
-    in it.
-    """
+    """Return the model's folder, and its field: `model.path`, else `checkpoint.load` with a model in it."""
     family = _text(settings, "model.family")
     own = family if family and is_extension(family) else None
     if (name := _text(settings, "model.path")) is not None:
@@ -86,8 +79,6 @@ def _folder(settings: Mapping[str, Setting]) -> tuple[ModelFolder | None, Settin
 
 
 def _without_weaker(settings: Mapping[str, Setting], folder: ModelFolder, named: Setting) -> dict[str, Setting]:
-    """Return the settings without those that give way to the folder, as a stronger place than theirs names it."""
-
     def is_weaker(key: str, setting: Setting) -> bool:
         if setting.rank >= named.rank:
             return False
@@ -110,7 +101,6 @@ def _without_weaker(settings: Mapping[str, Setting], folder: ModelFolder, named:
 def _defaults(
     cls: type[Section], settings: Mapping[str, Setting], folder: ModelFolder, named: Setting
 ) -> dict[str, Setting]:
-    """Return the settings that the folder has, for the fields of `cls`."""
     fields = {doc.key for doc in describe(cls)}
     found = {key: value for key, value in leaves(folder.model, "model.") if key not in NOT_TAKEN}
     is_set = any(key.startswith("data.tokenizer") for key in settings)
