@@ -48,11 +48,7 @@ CAUSAL_CLASS, SCORE_CLASS = "ForCausalLM", "ForSequenceClassification"
 
 
 def family_of(model: ModelConfig) -> Family:
-    """Return the family that `model.family` names.
-
-    Raises:
-        ConfigError: the family is unknown, or the user's own family cannot be imported.
-    """
+    """Return the family that `model.family` names; ConfigError if it is unknown or cannot be imported."""
     return family_named(model.family)
 
 
@@ -80,14 +76,8 @@ def all_families() -> dict[str, Family]:
 
 
 def model_from_hf(config: HfConfig, family: str | None = None) -> ModelConfig:
-    """Return the model that a config.json describes.
-
-    Args:
-        config: The content of config.json. For a vision-language model, the text model inside is described.
-        family: A family of the user's own, as `module:name`; None to choose by `model_type`.
-
-    Raises:
-        ConfigError: the family is unknown, or the model has a feature that Megatron's does not have.
+    """Return the model that a config.json describes (of a vision-language model, the text model), by `model_type` or by
+    the user's own `family` (module:name). Raises ConfigError if the family is unknown or Megatron lacks a feature.
     """
     head = _head_of(config)
     if head == "score" and shell_of(config) is not None:
@@ -124,11 +114,7 @@ def model_from_hf(config: HfConfig, family: str | None = None) -> ModelConfig:
 
 
 def hf_config(model: ModelConfig) -> dict[str, Any]:
-    """Return a config.json with which transformers opens the model, the inverse of `model_from_hf`.
-
-    Raises:
-        ConfigError: transformers cannot represent the model.
-    """
+    """Return a config.json with which transformers opens the model; ConfigError if it cannot represent the model."""
     family = family_of(model)
     names = {"architectures": [family.hf_class], "model_type": family.model_type}
     config = names | common_to_hf(model) | family.to_hf(model)
@@ -136,11 +122,7 @@ def hf_config(model: ModelConfig) -> dict[str, Any]:
 
 
 def score_config(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys of config.json with which transformers opens a model with a scalar head.
-
-    Raises:
-        ConfigError: transformers has no such class for the family.
-    """
+    """Return the keys of config.json of a model with a scalar head; ConfigError if transformers has no such class."""
     family = family_of(model)
     if not family.has_score_class:
         raise ConfigError(
@@ -158,7 +140,6 @@ def weight_map(model: ModelConfig, experts: ExpertLayout = "each") -> WeightMap:
 
 
 def _head_of(config: HfConfig) -> Literal["logits", "score"]:
-    """Return the head that a config.json's `architectures` names. Raises ConfigError if Megatron's model lacks it."""
     check_types(config, {"architectures": LIST, "id2label": OBJECT})
     names = [str(name) for name in config.get("architectures") or []]
     other = [name for name in names if "For" in name and not name.endswith((CAUSAL_CLASS, SCORE_CLASS))]

@@ -26,10 +26,7 @@ class Llama(Family):
 
 
 class Mistral(Family):
-    """Mistral (arXiv 2310.06825) without its window: Nemo, Small, Codestral, Devstral and Magistral as text.
-
-    A window as long as the context counts as no window.
-    """
+    """Mistral (arXiv 2310.06825) with a window as long as its context or none, such as Nemo, Small and Codestral."""
 
     model_type = "mistral"
     hf_class = "MistralForCausalLM"

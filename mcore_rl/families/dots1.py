@@ -53,7 +53,6 @@ class Dots1(Family):
 
 
 def _refuse_windows(config: HfConfig, num_layers: int) -> None:
-    """Raise ConfigError if some layers only attend to a window, taking transformers' defaults for absent keys."""
     check_types(config, KINDS)
     types = config.get("layer_types")
     if types is not None and types != ["full_attention"] * num_layers:

@@ -98,19 +98,11 @@ class Family(ABC):
 
     @abstractmethod
     def from_hf(self, config: HfConfig) -> dict[str, Any]:
-        """Return the keyword arguments of ModelConfig, without `family`, that a config.json describes.
-
-        Raises:
-            ConfigError: Megatron's model of this family differs from the config.
-        """
+        """Return ModelConfig's arguments, but `family`, by a config.json; ConfigError if Megatron's differs."""
 
     @abstractmethod
     def to_hf(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys of config.json that this family adds to the common keys, or overrides.
-
-        Raises:
-            ConfigError: transformers' model of this family cannot represent the model.
-        """
+        """Return the keys of config.json beside or over the common ones; ConfigError if it has no such model."""
 
     def violations(self, model: ModelConfig) -> Iterator[str]:
         """Yield a sentence, with a remedy, for each setting that this family in particular refuses."""
@@ -180,10 +172,7 @@ class Family(ABC):
         return (self.qk_norm[0] if model.qk_norm == "auto" else model.qk_norm) == "on"
 
     def own_group_score(self, model: ModelConfig) -> int | None:
-        """Return the number of best experts that rank a group if Megatron would use another number, else None.
-
-        Megatron uses `top_k // top_groups`. If all groups are chosen, their scores do not matter.
-        """
+        """Return how many experts rank a group if not Megatron's `top_k // top_groups`, else None."""
         best, groups, chosen = self.experts_in_group_score, model.moe.num_groups, model.moe.top_groups
         if best is None or groups is None or chosen is None or chosen == groups:
             return None

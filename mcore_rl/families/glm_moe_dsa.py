@@ -33,12 +33,8 @@ class GlmMoeDsa(DeepseekV32):
         return super().to_hf(model) | {"indexer_types": types, "indexer_rope_interleave": True}
 
     def shared_layers(self, config: HfConfig) -> tuple[int, ...]:
-        """Return the layers of a config.json without an indexer, from its list, its pattern, or its two numbers.
-
-        The list counts before the pattern, and the pattern before the numbers, as in transformers.
-
-        Raises:
-            ConfigError: the list or the pattern has another length, or a kind that is not known.
+        """Return the layers without an indexer, from a config.json's list, else its pattern, else its two numbers, as
+        transformers; ConfigError for another length or an unknown kind.
         """
         check_types(config, KINDS | {"index_topk_pattern": PATTERN})
         count = needed(config, "num_hidden_layers")

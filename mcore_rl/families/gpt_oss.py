@@ -99,10 +99,7 @@ class GptOss(Family):
 
 
 def _expert(model: ModelConfig, layer: LayerNames, expert: int) -> Iterator[WeightRule]:
-    """Yield the rules of one expert. Hugging Face's matrices are Megatron's transposed.
-
-    In Hugging Face's tensors the columns of gate and up-projection alternate; in Megatron's they are two halves.
-    """
+    """Yield the rules of one expert. Hugging Face's matrices are transposed; gate and up columns alternate."""
     hidden, width = model.hidden_size, model.moe.ffn_hidden_size
     slice_of_expert = replace(layer, index=(*layer.index, expert), lead=(*layer.lead, model.moe.num_experts))
     key, name = "mlp.experts.experts.linear_fc", layer.hf + "mlp.experts."

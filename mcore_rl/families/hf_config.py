@@ -1,7 +1,4 @@
-"""Read Hugging Face's config.json: each setting is translated, or refused by name if our config has no equivalent.
-
-The last part writes it.
-"""
+"""Read and write Hugging Face's config.json: each setting is translated, or refused by name if our config has none."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -82,10 +79,7 @@ BESIDE_ROPE_SETTINGS = ("rope_theta", "partial_rotary_factor", "original_max_pos
 
 
 def check_types(config: HfConfig, kinds: Mapping[str, Kind]) -> None:
-    """Raise ConfigError, with key and value, if a value is not of its key's kind; null passes.
-
-    A string must not pass as a flag, because any string is true: tie_word_embeddings="false" would tie the embeddings.
-    """
+    """Raise ConfigError for a value not of its key's kind; null passes. A string is no flag: "false" would be true."""
     for name, kind in kinds.items():
         value = config.get(name)
         if value is not None and not kind.includes(value):
@@ -95,15 +89,9 @@ def check_types(config: HfConfig, kinds: Mapping[str, Kind]) -> None:
 
 
 def common(config: HfConfig, *, theta: float = 10000.0, fraction: float | None = None) -> dict[str, Any]:
-    """Return the arguments of ModelConfig that all families have.
-
-    Args:
-        config: The content of config.json.
-        theta: The family's default for rope_theta.
-        fraction: The family's default for partial_rotary_factor; None for a family without this key.
-
-    Raises:
-        ConfigError: a key is absent, or has a value of the wrong kind or that Megatron's model does not support.
+    """Return the arguments of ModelConfig that all families have; `theta` and `fraction` are the family's defaults of
+    rope_theta and partial_rotary_factor (None: no such key). Raises ConfigError for absent, ill-typed or unsupported
+    values.
     """
     check_types(config, KINDS)
     require(config, {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False})
@@ -203,10 +191,7 @@ def either(config: HfConfig, *names: str) -> Any:
 
 
 def require_keys(config: HfConfig, *names: str) -> None:
-    """Raise ConfigError if a key is absent; null counts as a value.
-
-    For these keys transformers' default is the value of the family's best-known model, so there is no neutral default.
-    """
+    """Raise ConfigError if a key is absent, as transformers' default is some model's value. Null passes."""
     for name in names:
         if name not in config:
             needed(config, name)
@@ -229,13 +214,8 @@ def refusal(config: HfConfig, name: str, reason: str) -> ConfigError:
 
 
 def rope(config: HfConfig, default_theta: float, default_fraction: float | None = None) -> RopeConfig:
-    """Return the rotary positions, from `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4).
-
-    The defaults are the family's, as in `common`. If a config has both sets of keys, they must describe the same
-    positions, because versions 4 and 5 of transformers read different keys.
-
-    Raises:
-        ConfigError: the keys contradict each other, or describe positions that Megatron's model does not support.
+    """Return the rotary positions, from `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4),
+    with the family's defaults. Raises ConfigError if they contradict each other or Megatron lacks them.
     """
     found = {name: _rope_settings(config, name) for name in ("rope_parameters", "rope_scaling")}
     given = {name: settings for name, settings in found.items() if settings}
@@ -261,17 +241,12 @@ def rope(config: HfConfig, default_theta: float, default_fraction: float | None 
 
 
 def alias(config: HfConfig, *names: str) -> Any:
-    """Return the value of a setting with several names; None if the config has none of them.
-
-    Raises:
-        ConfigError: the config has several of the names, with different values.
-    """
+    """Return the value of a setting with several names, None if absent; ConfigError if their values differ."""
     values = {name: config[name] for name in names if config.get(name) is not None}
     return _agreed(values) if values else None
 
 
 def _rope_settings(config: HfConfig, name: str) -> dict[str, Any]:
-    """Return the settings in the object `name`. Raises ConfigError if they differ between layer types."""
     settings = config.get(name) or {}
     if not isinstance(settings, Mapping) or any(isinstance(value, Mapping) for value in settings.values()):
         raise refusal(config, name, "has the same positions in all layers, which one object of plain values describes")
@@ -282,7 +257,6 @@ def _rope_settings(config: HfConfig, name: str) -> dict[str, Any]:
 def _rope_of(
     config: HfConfig, settings: dict[str, Any], default_theta: float, default_fraction: float | None
 ) -> RopeConfig:
-    """Return the positions described by `settings`: the keys of one object, and keys next to it."""
     if default_fraction is None:
         require(settings, {"partial_rotary_factor": 1.0})
     fraction = float(settings.get("partial_rotary_factor") or default_fraction or 1.0)
@@ -301,7 +275,6 @@ def _rope_of(
 
 
 def _agreed(values: Mapping[str, Any]) -> Any:
-    """Return the value that all keys have. Raises ConfigError, with keys and values, if they differ."""
     first, *others = values.values()
     if any(other != first for other in others):
         raise _contradiction([f"{name}={value!r}" for name, value in values.items()])

@@ -32,11 +32,7 @@ class MiniMaxM2(Family):
     moe_names = MoENames(prefix="block_sparse_moe.", gate="w1", up="w3", down="w2", bias="e_score_correction_bias")
 
     def from_hf(self, config: HfConfig) -> dict[str, Any]:
-        """Return the keyword arguments of ModelConfig.
-
-        Published configs count MTP modules although the folders have none. If a folder had such tensors, they would be
-        refused as unused.
-        """
+        """Return the arguments of ModelConfig. Published configs count MTP modules that no folder has."""
         check_types(config, KINDS)
         require_keys(config, "num_key_value_heads", "head_dim")
         require(

@@ -116,10 +116,8 @@ class Qwen3Next(Family):
         return delta_net(model, layer, self.projections(model, layer.hf + "linear_attn."))
 
     def projections(self, model: ModelConfig, prefix: str) -> Mapping[str, Sequence[HfRows]]:
-        """Return the rows of each part of a delta net's projection; tensor names begin with `prefix`.
-
-        The rows of each key head are contiguous: query, key, values and gates in one tensor, and the betas and alphas
-        of its values in another.
+        """Return the rows of a delta net's projection, contiguous for each key head: query, key, values and gates in
+        one tensor, the betas and alphas of its values in another; names begin with `prefix`.
         """
         delta, values = model.delta, model.delta.value_heads // model.delta.key_heads
         wide = {"query": delta.key_dim, "key": delta.key_dim}

@@ -72,10 +72,7 @@ class MoENames:
 
 
 def decoder_layers(model: ModelConfig) -> list[LayerNames]:
-    """Return the names of all layers, in order.
-
-    If all layers are of the same kind, they share tensors with a leading layer axis, as Megatron stores them.
-    """
+    """Return the names of all layers; those of one kind share tensors with a leading axis, as in Megatron."""
     stacked = model.layers_alike
     return [
         LayerNames(
@@ -91,10 +88,7 @@ def decoder_layers(model: ModelConfig) -> list[LayerNames]:
 
 
 def mtp_layers(model: ModelConfig) -> list[LayerNames]:
-    """Return the names of the transformer layers inside the MTP layers.
-
-    Hugging Face numbers them after the model's layers; they have experts if the model's last layer has.
-    """
+    """Return the names of the layers inside MTP layers, numbered after the model's, and like its last one."""
     return [
         LayerNames(
             hf=f"model.layers.{model.num_layers + i}.",
@@ -130,15 +124,8 @@ def outer(model: ModelConfig) -> Iterator[WeightRule]:
 def grouped_query(
     model: ModelConfig, layer: LayerNames, *, has_bias: bool, has_norms: bool, has_full_norms: bool, has_gate: bool
 ) -> Iterator[WeightRule]:
-    """Yield the rules of grouped-query attention and of the norm before it.
-
-    Args:
-        model: The model's config.
-        layer: Names of the layer.
-        has_bias: Whether queries, keys and values have biases.
-        has_norms: Whether queries and keys are normed.
-        has_full_norms: Whether the norms are over all heads at once, with a weight for each element of all heads.
-        has_gate: Whether the query projection has each head's gate after the head's query.
+    """Yield the rules of grouped-query attention and the norm before it. `has_full_norms`: queries and keys are normed
+    over all heads at once; `has_gate`: each head's gate comes after its query.
     """
     head, hidden = model.head_dim, model.hidden_size
     sizes = {"q": model.num_heads // model.num_kv_heads * head, "k": head, "v": head}
@@ -175,13 +162,7 @@ def _gated_rows(model: ModelConfig, layer: LayerNames, kind: str) -> list[HfRows
 def delta_net(
     model: ModelConfig, layer: LayerNames, projections: Mapping[str, Sequence[HfRows]]
 ) -> Iterator[WeightRule]:
-    """Yield the rules of a gated delta net and of the norm before it.
-
-    Args:
-        model: The model's config.
-        layer: Names of the layer.
-        projections: Hugging Face's rows for each part of the input projection, by Megatron's name of the part.
-    """
+    """Yield the rules of a gated delta net and the norm before it; `projections` has Hugging Face's rows by part."""
     delta, hidden, key = model.delta, model.hidden_size, "self_attention."
     yield layer.vector(key + "in_proj.layer_norm_weight", "input_layernorm.weight", hidden)
     for part, rows in projections.items():
@@ -325,7 +306,6 @@ def _fused_experts(model: ModelConfig, layer: LayerNames) -> Iterator[WeightRule
 
 
 def _transposed_experts(model: ModelConfig, layer: LayerNames) -> Iterator[WeightRule]:
-    """Yield the rules of experts in a single tensor per layer, each as the transpose of Megatron's matrix."""
     moe, hidden = model.moe, model.hidden_size
     for e in range(moe.num_experts):
         expert = replace(layer, index=(*layer.index, e), lead=(*layer.lead, moe.num_experts))

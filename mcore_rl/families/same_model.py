@@ -21,15 +21,7 @@ YARN_ONLY = ("original_length", "truncate", "beta_fast", "beta_slow", "mscale", 
 
 
 def model_changes(before: Mapping[str, Any], now: ModelConfig) -> list[ConfigChange]:
-    """Return the changed settings with which the same weights would give other results.
-
-    Training settings, and settings that either model does not use, are left out.
-
-    Args:
-        before: The model that the weights belong to, as returned by `model_dump(mode="json")`, possibly by an earlier
-            version.
-        now: The model that the weights would be used in.
-    """
+    """Return the changed settings with which the same weights would give other results, if both use them."""
     recorded, family = as_recorded(before, ModelConfig), family_of(now)
     here = _in_use(now, family)
     if isinstance(recorded, ModelConfig):
@@ -50,7 +42,6 @@ def model_changes(before: Mapping[str, Any], now: ModelConfig) -> list[ConfigCha
 
 
 def _in_use(model: ModelConfig, family: Family) -> dict[str, Any]:
-    """Return the settings that affect the model's results, by key, with "auto" resolved."""
     moe = model.moe
     each = moe.ffn_hidden_size if moe.shared_ffn_hidden_size == "auto" else moe.shared_ffn_hidden_size
     switches = {"qkv_bias": family.has_qkv_bias(model), "qk_norm": family.has_qk_norm(model)}

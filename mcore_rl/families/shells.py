@@ -94,11 +94,7 @@ def shell_of(config: HfConfig) -> Shell | None:
 
 
 def text_config(config: HfConfig) -> HfConfig:
-    """Return the config of the text model in a config.json; for a text model, this is the config itself.
-
-    Raises:
-        ConfigError: there is no text model's config, or it has the wrong `model_type`.
-    """
+    """Return the config of the text model in a config.json, or that itself; ConfigError for another `model_type`."""
     shell = shell_of(config)
     if shell is None:
         return config

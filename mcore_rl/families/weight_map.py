@@ -84,10 +84,7 @@ class WeightRule:
 
 @dataclass(frozen=True, slots=True)
 class WeightBlock:
-    """The region `hf_where` of tensor `hf_name` equals the region `mcore_where` of `mcore_key`, element by element.
-
-    One side may have additional leading axes, on which the region has size 1.
-    """
+    """The region `hf_where` of `hf_name` equals `mcore_where` of `mcore_key`, but for leading axes of size 1."""
 
     hf_name: str
     hf_where: Region
@@ -201,10 +198,8 @@ def build_map(rules: Iterable[WeightRule], copies: Iterable[DuplicateTensor]) ->
 
 
 def covered_otherwise_than_once(shape: Shape, regions: list[Region]) -> Iterator[tuple[Region, int]]:
-    """Yield the parts of a tensor that are not covered by exactly one region, and the number of regions covering them.
-
-    The number is -1 for a region that does not fit the shape. The result is exact for any regions: each axis is split
-    at every start and stop, and in between by the remainder modulo the steps.
+    """Yield the parts of a tensor that not exactly one region covers, and how many do; -1: a region does not fit. It is
+    exact: each axis is split at every start and stop, and by the remainder modulo the steps.
     """
     for region in regions:
         fits = len(region) == len(shape)
@@ -232,10 +227,7 @@ def _miscovered(shape: Shape, regions: list[Region], front: Region) -> Iterator[
 
 
 def _slabs(size: int, regions: list[Region]) -> list[tuple[AxisRange, list[Region]]]:
-    """Split the first axis into parts that each region covers either completely or not at all.
-
-    Each part is returned with the regions that cover it, without the first axis.
-    """
+    """Split the first axis into parts that each region covers or not; each with its regions without that axis."""
     axis = [region[0] for region in regions]
     cuts = sorted({0, size, *(span.start for span in axis), *(span.stop for span in axis)})
     period = math.lcm(*(span.step for span in axis))
@@ -282,11 +274,7 @@ def _shown(where: Region) -> str:
 
 
 class RegionCopy(NamedTuple):
-    """The region `into` of a target tensor equals the region `where` of the source tensor `source`.
-
-    One side may have additional leading axes, on which the region has size 1. With `transposed`, the last two axes of
-    the two sides are swapped.
-    """
+    """Region `into` of a target equals `where` of `source`, but for leading axes of size 1, or transposed."""
 
     into: Region
     source: str
@@ -295,16 +283,10 @@ class RegionCopy(NamedTuple):
 
 
 class Copies(tuple[RegionCopy, ...]):
-    """The copies that fill one tensor, and those among them that reach a window of it, without a look at all others.
-
-    A tensor of all layers and experts has a copy for each of them, and each is read through windows: a search of all
-    copies for each window would take the square of layers x experts.
-    """
+    """The copies that fill a tensor, found by window: to search all each time takes (layers x experts) squared."""
 
     def within(self, window: Region) -> Iterator[RegionCopy]:
-        """Yield the parts of the copies inside a window, in order; their `into` is relative to the window, whose axes
-        have step 1.
-        """
+        """Yield the parts of the copies inside a window of step 1, in order; `into` is relative to it."""
         front = [range(axis.start, axis.stop) for axis in window[: self.num_lead]]
         found = sorted(place for index in itertools.product(*front) for place in self._at.get(index, ()))
         for copy in (self[place] for place in found):
@@ -319,7 +301,6 @@ class Copies(tuple[RegionCopy, ...]):
 
     @cached_property
     def _at(self) -> dict[Shape, list[int]]:
-        """Places of copies in this tuple, by their index on the leading axes."""
         at: dict[Shape, list[int]] = {}
         for place, copy in enumerate(self):
             at.setdefault(tuple(axis.start for axis in copy.into[: self.num_lead]), []).append(place)
@@ -403,7 +384,6 @@ def _positions_inside(axis: AxisRange, window: AxisRange) -> tuple[int, int]:
 
 
 def _positions(axis: AxisRange, low: int, high: int) -> AxisRange:
-    """Return an axis's positions low <= i < high, counted from 0."""
     # The last position is high - 1; a stop right after it keeps `count` correct for any step.
     return AxisRange(axis.start + low * axis.step, axis.start + (high - 1) * axis.step + 1, axis.step)
 
