@@ -39,10 +39,9 @@ LINEAR = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, StackedLine
 
 
 def add_adapters(chunks: Sequence[nn.Module], lora: LoraConfig, model: ModelConfig, seed: int) -> None:
-    """Add new adapters to a model's chunks, before these are wrapped, and freeze all other weights but a scalar head.
-
-    A is uniform within 1 / sqrt(inputs), as in PEFT, and B is 0. They depend only on the seed and the tensors' names,
-    so they are the same on every mesh. No random state is changed.
+    """Add new adapters to chunks, before these are wrapped, and freeze all other weights but a scalar head. A is
+    uniform within 1 / sqrt(inputs), as in PEFT, B is 0; they depend only on seed and names, on every mesh. No random
+    state changes.
     """
     targets = lora.targets_in(model)
     for chunk in map(unwrap, chunks):
@@ -145,11 +144,7 @@ def merged_shards(chunks: Sequence[nn.Module], shards: Sequence[LocalShard]) -> 
 
 @torch.no_grad()
 def merge_loss(chunks: Sequence[nn.Module], dtype: torch.dtype) -> float:
-    """Collective over the world: return the relative error of the adapters after rounding merged weights to `dtype`.
-
-    This is the norm of the rounding error divided by the norm of scale * B A, over the whole model; 0 if the latter is
-    0.
-    """
+    """Collective over the world: return the error of merging in `dtype`, relative to scale * B A (norms)."""
     owners = _owners(chunks)
     shards: dict[Any, list[LocalShard]] = {}
     for shard in local_shards(chunks):
@@ -171,7 +166,6 @@ def merge_loss(chunks: Sequence[nn.Module], dtype: torch.dtype) -> float:
 
 
 def _owners(chunks: Sequence[nn.Module]) -> dict[int, Any]:
-    """Return the adapted layers by the address of their weight's memory."""
     return {layer.weight.untyped_storage().data_ptr(): layer for layer in _adapted_layers(chunks)}
 
 
@@ -220,7 +214,6 @@ def _adapt(module: Any, rows: Rows, rank: int, scale: float) -> None:
 
 
 def _adapt_experts(module: Any, owner: GroupedExperts, rank: int, lora: LoraConfig) -> None:
-    """Add an adapter for each expert to fc1 or fc2 of the experts."""
     num_experts, num_out, num_in = module.weight.shape
     is_first = module is owner.linear_fc1
     num_blocks = 2 if is_first and lora.expert_gate_up == "split" else 1
@@ -248,7 +241,6 @@ def _adapt_experts(module: Any, owner: GroupedExperts, rank: int, lora: LoraConf
 
 @torch.no_grad()
 def _draw(chunks: Sequence[nn.Module], seed: int) -> None:
-    """Initialize this rank's parts of every A."""
     for shard in local_shards(chunks):
         if not shard.key.endswith(".adapter.A"):
             continue

@@ -62,13 +62,7 @@ def local_shards(chunks: Sequence[nn.Module]) -> Iterator[LocalShard]:
 
 @torch.no_grad()
 def copy_in(chunks: Sequence[nn.Module], tensors: Mapping[str, Tensor]) -> None:
-    """Fill this rank's weights from global tensors, converted to the weights' dtype.
-
-    Tensors that are not on this rank are ignored.
-
-    Raises:
-        CheckpointError: a tensor is missing or has the wrong shape.
-    """
+    """Fill this rank's weights from global tensors, in their dtype; CheckpointError for a wrong shape or none."""
     for shard in local_shards(chunks):
         source = tensors.get(shard.key)
         if source is None:
@@ -118,10 +112,7 @@ def _leaves(state: object) -> Iterator[ShardedTensor]:
 
 
 class LanguageModel(GPTModel):
-    """Megatron's model with losses over the `num_tokens` ids of the vocabulary, excluding its padding rows.
-
-    With `platform.logits_chunk_tokens` the logits of a microbatch are never all in memory at once.
-    """
+    """Megatron's model with losses over the `num_tokens` ids of the vocabulary, excluding its padding rows."""
 
     num_tokens: int
     logits_chunks: tuple[int, int | None]
@@ -152,10 +143,7 @@ class LanguageModel(GPTModel):
         return output if kwargs.get("labels") is not None else self._deferred(output)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Return the cross entropy `[B, s]` of `labels` `[B, s]`; logits of vocabulary padding are overwritten.
-
-        `logits` are `[s, B, v]`, or with a deferred output layer the hidden states `[s, B, D]`.
-        """
+        """Return the cross entropy `[B, s]` of `labels` `[B, s]` by `logits` `[s, B, v]` or hidden states."""
         tp = self.pg_collection.tp
         if self.output_layer.is_deferred:
             losses_T = cross_entropy(
@@ -184,10 +172,7 @@ class LanguageModel(GPTModel):
 
 
 def build_model(model: ModelConfig, mesh: Mesh, platform: Platform, settings: PlatformConfig) -> list[nn.Module]:
-    """Return this rank's chunks in pipeline order, on the device, with random weights drawn after `seed_ranks`.
-
-    The model's output is logits or scores, depending on `model.head`.
-    """
+    """Return this rank's chunks in pipeline order, on the device, with random weights drawn after `seed_ranks`."""
     config = transformer_config(model, mesh, platform, settings)
     stages = range(mesh.config.vpp) if mesh.config.vpp > 1 else [None]
     return [_build_chunk(config, model, platform, settings, stage) for stage in stages]
@@ -201,10 +186,7 @@ def build_uninitialized(model: ModelConfig, mesh: Mesh, platform: Platform, sett
 
 
 class MegatronModel(Protocol):
-    """The attributes of Megatron's language models that this package uses: GPTModel has them, and so has HybridModel.
-
-    A chunk may lack the embedding, the output layer and MTP layers. The last rows are methods of every nn.Module.
-    """
+    """Attributes of Megatron's language models that we use; a chunk may lack embedding, output layer and MTP layers."""
 
     config: TransformerConfig
     pg_collection: Any
@@ -241,10 +223,8 @@ def unwrap(chunk: nn.Module) -> MegatronModel:
 
 
 def settle_weights(chunks: Sequence[nn.Module]) -> None:
-    """Collective over the data-parallel ranks: give every rank the weights of the last optimizer step.
-
-    With overlap_param_gather Megatron gathers weights only in the next forward pass. Without this call, anything that
-    reads weights in between (checkpoints, weight sync, another pass's modules) would get the previous step's weights.
+    """Collective over the data-parallel ranks: give every rank the weights of the last step, which overlap_param_gather
+    gathers only in the next forward pass: other readers would get the step before.
     """
     for chunk in chunks:
         # A chunk that is not trained has no wrapper, and no optimizer steps.

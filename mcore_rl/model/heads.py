@@ -48,10 +48,8 @@ def _with_mtp_losses(
     loss_mask: torch.Tensor | None,
     **inputs: Any,
 ) -> torch.Tensor:
-    """Return the main hidden states `[s, B, D]`; their backward pass also adds the gradients of the MTP losses.
-
-    Collective over the context-parallel ranks, which exchange the tokens at the ends of their parts. In training mode
-    `model.mtp_sums` `[depth, 2]` accumulates each depth's loss and token count on this rank, for the metric.
+    """Collective over the context-parallel ranks: return the hidden states `[s, B, D]`, whose backward pass adds the
+    gradients of the MTP losses; in training `model.mtp_sums` `[depth, 2]` accumulates loss and token count.
     """
     config = model.config
     assert config.calculate_per_token_loss, "the schedule divides all losses by the world's tokens"
@@ -90,11 +88,7 @@ def _with_mtp_losses(
 
 
 class ScoreLayer(nn.Module):
-    """Scores `weight @ hidden - shift` in fp32; the layer is replicated on all tensor-parallel ranks.
-
-    Weight and shift start at zero, which is the same on every mesh: all scores are 0, and the first step only changes
-    the head.
-    """
+    """Scores `weight @ hidden - shift` in fp32, replicated over tensor-parallel ranks, zero at first."""
 
     shift: Tensor
 
@@ -109,10 +103,7 @@ class ScoreLayer(nn.Module):
         self.register_buffer("shift", torch.zeros(1, dtype=torch.float32, device=device))
 
     def forward(self, hidden_SBD: Tensor, **_: Any) -> tuple[Tensor, None]:
-        """Collective over the tensor-parallel ranks: return the scores `[S, B, 1]`, fp32, and None for a bias.
-
-        Takes hidden states `[s, B, D]`; the other arguments of Megatron's output layer are ignored.
-        """
+        """Collective over the tensor-parallel ranks: return fp32 scores `[S, B, 1]` of `[s, B, D]`, and no bias."""
         scores_SB1 = nn.functional.linear(hidden_SBD.float(), self.weight.float()) - self.shift
         if self.sequence_parallel:
             # Every rank computes the whole loss, so its own positions' part of the gradient is already complete.

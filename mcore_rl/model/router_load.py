@@ -19,10 +19,7 @@ from mcore_rl.metrics.metrics import Metric
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoads:
-    """Counts of the routers' decisions, and their losses, since the last reset.
-
-    Rows are the model's layers from 0, then its MTP layers; the row of a dense layer is zero.
-    """
+    """Counts of the routers' decisions, and losses, since the last reset; rows are layers, then MTP layers."""
 
     tokens_LE: Tensor
     """Number of tokens that expert e of layer l processed, int64."""
@@ -45,12 +42,8 @@ class ExpertLoads:
 
 
 class RouterLoad:
-    """Hooks on the routers of this rank's chunks that count their decisions, without waiting for the device.
-
-    The routers themselves record their losses (megatron/patches/router_losses.py).
-
-    A forward pass counts if it records gradients. A training token therefore counts once, even with recomputation,
-    because the first pass then records none. Evaluation and padding do not count.
+    """Hooks on the routers of this rank's chunks that count their decisions, without waiting for the device. Forward
+    passes count that record gradients: a training token once, even if recomputed, evaluation and padding not.
     """
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
@@ -69,10 +62,8 @@ class RouterLoad:
         """Whether the model has the loss of each metric, in the order of `take_loss_sums`."""
 
     def gather(self, mesh: Mesh) -> ExpertLoads:
-        """Collective over the world: return counts and losses of all layers and tokens, on the CPU, and reset them.
-
-        Each rank has counted its own tokens (DP splits the batch, CP the sequence, SP a rank's part of it) in its own
-        layers (PP), so the sum over the world counts everything once.
+        """Collective over the world: return counts and losses of all layers and tokens, on the CPU, and reset them;
+        each rank counted its own tokens in its own layers.
         """
         # Without SP all tensor-parallel ranks would count the same tokens; Megatron refuses to train that way.
         assert mesh.sequence_parallel or mesh.tp.size == 1
@@ -88,7 +79,6 @@ class RouterLoad:
         return ExpertLoads(counts_LE[:, :-1].long(), counts_LE[:, -1].long(), self._num_layers, self._means(sums_L3))
 
     def _means(self, sums_L3: Tensor) -> dict[str, float]:
-        """Return the mean of each loss from sums as `take_loss_sums` returns them, for each layer."""
         sums_L3 = sums_L3[sums_L3[:, 2] > 0]
         if not len(sums_L3):
             return {}

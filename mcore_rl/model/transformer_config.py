@@ -38,11 +38,7 @@ ROUTER_KERNELS = ("fused_topk_with_score_function", "fused_moe_aux_loss")
 def transformer_config(
     model: ModelConfig, mesh: Mesh, platform: Platform, settings: PlatformConfig
 ) -> TransformerConfig:
-    """Return the config to build `model`'s chunks on this rank; the run must have passed `mcore_rl.checks`.
-
-    Raises:
-        ConfigError: the model needs layers or packages that this platform does not have.
-    """
+    """Return the config of this rank's chunks, for a checked run; ConfigError for layers that it lacks."""
     family = family_of(model)
     if platform.layers == "te":
         _refuse_without_our_layers(model, family)

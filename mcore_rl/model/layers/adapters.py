@@ -25,23 +25,13 @@ from mcore_rl.model.layers.linear import ReplicatedLinear, sharded_weights
 
 
 class Adapter(nn.Module):
-    """A and B of one matrix, or stacked for the matrices of all experts.
-
-    As in `StackedLinear`, they must be read by calling the module: with an overlapped parameter gather, Megatron waits
-    for them before the forward pass of the module that owns them.
-    """
+    """A and B of one matrix or of all experts; call it to read them, as Megatron then waits for their gather."""
 
     def __init__(
         self, shape_a: tuple[int, ...], shape_b: tuple[int, ...], like: Tensor, *, scale: float, rows: Rows
     ) -> None:
-        """Create A and B.
-
-        Args:
-            shape_a: Shape of A on this rank. A has a block of rows for each of `rows.sizes`, or one block for all.
-            shape_b: Shape of B on this rank.
-            like: Tensor with the dtype and device of A and B.
-            scale: Factor on B A.
-            rows: Order of B's rows.
+        """Create A and B with the dtype and device of `like`. A has a block of rows for each of `rows.sizes`, or one
+        for all; `rows` is the order of B's rows, `scale` the factor on B A.
         """
         super().__init__()
         self.A = nn.Parameter(like.new_empty(shape_a))
@@ -137,10 +127,7 @@ class AdaptedReplicatedLinear(ReplicatedLinear):
 
 
 class AdaptedStackedLinear(StackedLinear):
-    """A matrix of every expert `[e, O, I]` and its adapters.
-
-    Expert tensor parallelism splits either A or B, and replicates the other matrix.
-    """
+    """A matrix of every expert `[e, O, I]` with adapters; expert tensor parallelism splits A or B alone."""
 
     adapter: Adapter
     etp: ProcessGroup

@@ -35,10 +35,7 @@ FUSED_MULTIPLE = 8
 
 @dataclass(frozen=True, slots=True)
 class SideBySide:
-    """Batches of rows of equal width that hold the sequences of a packed row.
-
-    A row of a batch is a sequence, padded by repeating its last position, which causal attention ignores.
-    """
+    """Batches of rows, a sequence each, padded by repeating its last position, which causal attention ignores."""
 
     shapes: tuple[tuple[int, int], ...]
     """Number of rows and width of each batch."""
@@ -50,9 +47,7 @@ class SideBySide:
 
 @dataclass(frozen=True, slots=True)
 class RankChunks:
-    """The chunks of a packed row that a context-parallel rank computes: two of every sequence, each with the keys of
-    its sequence up to its own end.
-    """
+    """The two chunks of every sequence that a context-parallel rank computes, with the keys up to their ends."""
 
     queries: Bounds
     """Bounds of the chunks in this rank's queries."""
@@ -110,10 +105,7 @@ def packed_params(lengths: tuple[int, ...], device: torch.device) -> PackedParam
 
 
 def gathered_order(lengths: tuple[int, ...], ranks: int) -> Tensor:
-    """Return the index of each position of the full row in the concatenated zig-zag parts of the ranks.
-
-    Each sequence is split into 2 * ranks chunks; rank r has chunk r, followed by chunk 2 * ranks - 1 - r.
-    """
+    """Return each position's index in the ranks' parts: rank r has chunks r and 2 * ranks - 1 - r."""
     tokens_of_rank = sum(lengths) // ranks
     parts, begin = [], 0
     for length in lengths:
@@ -222,14 +214,9 @@ class SDPAttention(MegatronModule):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> Tensor:
-        """Return the output `[s, B, N * Dv]`; with packed sequences, inputs and output have no axis B.
-
-        Args:
-            query: Queries `[s, B, N, D]` of this rank's heads and positions.
-            key: Keys `[s, B, G, D]`; G divides N.
-            value: Values `[s, B, G, Dv]`.
-            attention_mask: None; attention is causal, and padding is masked in the loss.
-            **options: Megatron's other arguments; only `packed_seq_params` is used.
+        """Return the output `[s, B, N * Dv]` of `query` `[s, B, N, D]`, `key` `[s, B, G, D]` and `value` `[s, B, G,
+        Dv]`, where G divides N; packed sequences (`packed_seq_params`) have no axis B. Attention is causal; the mask is
+        None.
         """
         assert attention_mask is None, "attention is causal"
         if self.cache is not None:
@@ -297,10 +284,7 @@ class SDPAttention(MegatronModule):
         return torch.cat(mixed).flatten(1)
 
     def _at_once(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedParams) -> Tensor | None:
-        """Return the output of all sequences by a single kernel call, or None, on all ranks, if there is no kernel.
-
-        Collective over the context-parallel group if it has several ranks and there is a kernel.
-        """
+        """Collective over the context-parallel group: return the output by one kernel; None, on all, without."""
         rank, ranks = self.cp_group.rank(), self.cp_group.size()
         has_dropout = self.dropout > 0.0 and self.training
         if has_dropout or self._is_invariant or not self._has_packed_kernel:
@@ -391,7 +375,6 @@ class SDPAttention(MegatronModule):
         return mixed_BNSD[..., :value_width].permute(2, 0, 1, 3)
 
     def _sinks(self) -> nn.Parameter:
-        """Create the parameter with a score for each of this rank's heads."""
         config = self.config
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         heads = divide(config.num_attention_heads, self.tp_group.size())
@@ -422,12 +405,9 @@ def visible_keys(step: StepTokens, window: int | None) -> Tensor:
 def with_sinks(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scores_N: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the arguments of attention with an additional first key, the sink, for which head n has the score
-    `scores_N[n]`: it is part of the softmax and adds nothing to the output.
-
-    The key's value is zero. The heads get additional columns, in which each query has its head's score, the new key
-    has a 1, and all other keys have 0. Any attention then computes sinks, even if heads share keys. Shapes are as in
-    `SDPAttention.forward`.
+    """Return the arguments of attention with a first key, the sink, whose score for head n is `scores_N[n]` and whose
+    value is zero. In added columns each query has its head's score, the new key a 1, and other keys a 0: any attention
+    then computes sinks, even if heads share keys. Shapes are as in `SDPAttention.forward`.
     """
     width = query.shape[-1]
     more = FUSED_MULTIPLE - width % FUSED_MULTIPLE

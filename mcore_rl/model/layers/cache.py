@@ -22,10 +22,7 @@ class PrefillRows(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTokens:
-    """Tokens of one step: a token for each decoding slot 0 ... num_decode - 1, then prefills, then padding.
-
-    Padding writes to the cache's last slot, which no token reads.
-    """
+    """Tokens of one step: one for each decoding slot, then prefills, then padding, for a slot that none reads."""
 
     ids_T: Tensor
     """Token ids, int64."""

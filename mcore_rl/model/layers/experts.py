@@ -35,15 +35,9 @@ class SortedRoutes(NamedTuple):
 
 
 def sort_routes(probs_TE: Tensor, routed_TE: Tensor, top_k: int) -> SortedRoutes:
-    """Return the rows for a router's choice of `top_k` experts per token.
-
-    A token with fewer experts, which damaged routes can cause, gets additional experts with a gate of zero: the number
-    of rows must not depend on the routes, or the host would have to read it.
-
-    Args:
-        probs_TE: gates, zero for experts that are not chosen.
-        routed_TE: the choice, bool.
-        top_k: number of experts per token, K.
+    """Return the rows for a router's choice of `top_k` experts per token, `routed_TE`, with gates `probs_TE`. A token
+    with fewer, as damaged routes can have, gets more with a gate of zero: the host would have to read the number of
+    rows.
     """
     num_tokens, num_experts = routed_TE.shape
     gates_TE = probs_TE.detach().float().masked_fill(~routed_TE, -1.0)
@@ -65,15 +59,8 @@ def routed_experts(
     top_k: int,
     compute: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Return every token's sum over its experts, `[T, D]`.
-
-    Args:
-        input_TD: hidden states.
-        probs_TE: gates.
-        routed_TE: the router's choice, bool.
-        top_k: number of experts per token.
-        compute: function of rows `[N, D]` sorted by expert, their gates `[N]` and the number of rows of each expert
-            `[E]`; returns the experts' output times the gates, `[N, D]`.
+    """Return every token's sum over its experts, `[T, D]`. `compute` maps rows `[N, D]` sorted by expert, their gates
+    `[N]` and the rows per expert `[E]` to the experts' output times the gates, `[N, D]`.
     """
     routes = sort_routes(probs_TE, routed_TE, top_k)
     rows_ND: Tensor = _Spread.apply(input_TD, routes.order_N, routes.row_TK)  # type: ignore[no-untyped-call]
@@ -85,9 +72,7 @@ def routed_experts(
 
 
 class _Spread(torch.autograd.Function):
-    """K rows of each token, in the order of the experts. The gradient is deterministic: it reads rows by index instead
-    of adding to them.
-    """
+    """K rows of each token, by expert; the gradient is deterministic, as it reads rows instead of adding to them."""
 
     @staticmethod
     def forward(ctx: Any, input_TD: Tensor, order_N: Tensor, row_TK: Tensor) -> Tensor:
@@ -157,16 +142,7 @@ HAS_GROUPED_MM = hasattr(torch.nn.functional, "grouped_mm")
 def grouped_experts(
     rows_ND: Tensor, gates_N: Tensor, fc1: Linear, fc2: Linear, counts_E: Tensor, config: TransformerConfig
 ) -> Tensor:
-    """Return gate * fc2(activation(fc1(x))) of each row, `[N, D]`.
-
-    Args:
-        rows_ND: Inputs, sorted by expert.
-        gates_N: Router probability of each row.
-        fc1: First linear layer of all experts; the gate's rows are above the up-projection's.
-        fc2: Second linear layer.
-        counts_E: Number of rows of each expert.
-        config: Activation and recomputation.
-    """
+    """Return gate * fc2(activation(fc1(x))) of rows `[N, D]` sorted by expert; fc1 has gates above up rows."""
     if not len(rows_ND):
         # Gates and weights need a gradient even without any row: ranks exchange the gates' gradients in the backward
         # pass and would wait for this rank, and overlapped reduction waits for every parameter.
@@ -212,7 +188,6 @@ def _of_each_row(bias_EO: Tensor, counts_E: Tensor, num_rows: int) -> Tensor:
 
 
 def _products(rows_NI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
-    """Return each row times the transposed weight of its expert."""
     if HAS_GROUPED_MM:
         ends = counts_E.to(rows_NI.device).cumsum(0).to(torch.int32)
         product_NO = torch.nn.functional.grouped_mm(rows_NI, weight_EOI.transpose(1, 2), offs=ends)
@@ -279,10 +254,7 @@ class ExpertShards:
 
 
 def sharded_experts(weights: Mapping[str, Tensor], shards: ExpertShards, prefix: str, outer: Offsets) -> dict[str, Any]:
-    """Return, for each stacked parameter `[e, ...]`, a factory of one sharded tensor per expert.
-
-    The result also has the empty extra states that Megatron writes for its own experts.
-    """
+    """Return a factory of a sharded tensor per expert for each `[e, ...]`, and Megatron's empty extra states."""
     tp_rank, dp_rank = shards.tp_group.rank(), shards.dp_group.rank()
     state: dict[str, Any] = {}
     for name, weight in weights.items():
@@ -350,10 +322,8 @@ class _Stack:
 
 
 class StackedLinear(nn.Module):
-    """A weight of every expert, `[e, O, I]`, and optionally its bias, `[e, O]`.
-
-    Read the parameters by calling the module: Megatron waits for gathered parameters before the forward pass of the
-    module that owns them. Reading an attribute from elsewhere could train on the previous step's values.
+    """A weight of every expert, `[e, O, I]`, and optionally its bias, `[e, O]`. Read them by calling the module:
+    Megatron waits for gathered parameters before its forward pass, and other reads might see the previous step's.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -367,10 +337,8 @@ class StackedLinear(nn.Module):
 
 
 class GroupedExperts(MegatronModule):
-    """This rank's experts, which compute gate * fc2(activation(fc1(x))) of each row by grouped matrix products.
-
-    They are called, saved and initialized like Megatron's own. With expert tensor parallelism each rank has a part of
-    the inner width, and the token dispatcher sums the outputs.
+    """This rank's experts: gate * fc2(activation(fc1(x))) by grouped matrix products; saved and initialized like
+    Megatron's. With expert tensor parallelism a rank has a part of the inner width, and the dispatcher sums.
     """
 
     def __init__(
@@ -397,11 +365,7 @@ class GroupedExperts(MegatronModule):
 
     @property
     def is_queued(self) -> bool:
-        """Whether `routed` queues its work on a GPU without reading numbers on the host.
-
-        torch has a single kernel for all experts in bf16 on Hopper and Blackwell; elsewhere it multiplies expert by
-        expert, with sizes read on the host.
-        """
+        """Whether no number is read on the host: torch has one kernel for bf16 on Hopper and Blackwell only."""
         weight = self.linear_fc1.weight
         if not HAS_GROUPED_MM or not weight.is_cuda or weight.dtype != torch.bfloat16:
             return False

@@ -65,9 +65,8 @@ class Block(NamedTuple):
 
 
 class Indexer(nn.Module):
-    """The indexer of a layer, whole on every tensor-parallel rank: all ranks attend to the same keys, with other heads.
-
-    It is not trained: a choice has no gradient, and an optimizer would only let its weights decay.
+    """The indexer of a layer, whole on every tensor-parallel rank, as all attend to the same keys. It is not trained: a
+    choice has no gradient, and an optimizer would only let its weights decay.
     """
 
     def __init__(self, config: TransformerConfig, tp_group: torch.distributed.ProcessGroup) -> None:
@@ -87,22 +86,15 @@ class Indexer(nn.Module):
         self.requires_grad_(False)
 
     def keys_and_weights(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return index keys `[s, B, D]`, not turned yet, and the weights of heads, fp32 `[s, B, H]`, of hidden states
-        `[s, B, hidden]`.
-        """
+        """Return index keys `[s, B, D]`, not turned, and fp32 weights `[s, B, H]` of `[s, B, hidden]`."""
         # In fp32, as in the published code: the weights' signs decide which keys rank behind keys of score zero.
         weights = nn.functional.linear(hidden.float(), self.linear_weights_proj.weight.float())
         return self.k_norm(self.linear_wk(hidden)[0]), weights
 
     def forward(self, latent: Tensor, keys: Tensor, weights: Tensor, angles: Tensor, factor: float) -> Indexed:
-        """Return queries, keys and weights of tokens.
-
-        Args:
-            latent: The latents of the attention's queries `[S, B, R]`.
-            keys: Index keys that are not turned yet `[S, B, D]`.
-            weights: Weights of heads `[S, B, H]`.
-            angles: Angles of each token's position, `[S, 1, 1, turned]`, each twice, in halves.
-            factor: Factor on the turned numbers, of YaRN.
+        """Return queries, keys and weights of `latent` `[S, B, R]`, `keys` `[S, B, D]` not turned yet and `weights`
+        `[S, B, H]`. `angles` are `[S, 1, 1, turned]`, each twice, in halves; `factor`, YaRN's, is on the turned
+        numbers.
         """
         query = self.linear_wq_b(latent)[0].unflatten(-1, (self._heads, -1))
         query, key = (_turned(part, angles, factor, in_pairs=self._in_pairs) for part in (query, keys[:, :, None]))
@@ -110,10 +102,7 @@ class Indexer(nn.Module):
 
 
 def _turned(heads: Tensor, angles: Tensor, factor: float, *, in_pairs: bool) -> Tensor:
-    """Return heads `[S, B, H, D]` with their first numbers turned.
-
-    Numbers that are neighbours as pairs come out as halves: products of queries and keys do not depend on the order.
-    """
+    """Return heads `[S, B, H, D]` with their first numbers turned; pairs come out as halves, for equal products."""
     wide, width = heads.float(), angles.shape[-1]
     front, rest = wide[..., :width], wide[..., width:]
     first, second = (front[..., 0::2], front[..., 1::2]) if in_pairs else front.chunk(2, -1)
@@ -124,10 +113,7 @@ def _turned(heads: Tensor, angles: Tensor, factor: float, *, in_pairs: bool) -> 
 
 
 def segments(lengths: Sequence[int], rank: int, ranks: int) -> Iterator[Segment]:
-    """Yield the segments of a row's sequences: each sequence, or with context parallelism its two chunks on this rank.
-
-    Rank r has chunks r and 2 * ranks - 1 - r of the 2 * ranks chunks of a sequence.
-    """
+    """Yield the segments of a row: its sequences, or chunks `rank` and 2 * ranks - 1 - rank of each."""
     begin = first = 0
     for length in lengths:
         if ranks == 1:
@@ -140,10 +126,7 @@ def segments(lengths: Sequence[int], rank: int, ranks: int) -> Iterator[Segment]
 
 
 def blocks(num_queries: int, num_keys: int, topk: int) -> Iterator[Block]:
-    """Yield the blocks of a segment's queries, which are at the last of its keys' positions.
-
-    Left out are the first queries, which see at most `topk` keys and attend to all of them.
-    """
+    """Yield the blocks of a segment's last queries, without those that attend to all of at most `topk` keys."""
     before = num_keys - num_queries
     for begin in range(max(0, topk - before), num_queries, BLOCK):
         end = min(begin + BLOCK, num_queries)
@@ -151,15 +134,8 @@ def blocks(num_queries: int, num_keys: int, topk: int) -> Iterator[Block]:
 
 
 def choose(indexed: Indexed, keys: Tensor, parts: Sequence[Segment], topk: int) -> Tensor:
-    """Return the positions in its segment of the keys that each query attends to, int32 `[s, B, topk]`.
-
-    The choice of a query that sees at most `topk` keys is left out: zeros.
-
-    Args:
-        indexed: This rank's queries and weights.
-        keys: Index keys of all ranks `[S, B, D]`, in the order of positions.
-        parts: The segments.
-        topk: Number of keys of a query.
+    """Return the positions in its segment of each query's keys, int32 `[s, B, topk]`, zeros for a query that sees at
+    most `topk`; `keys` `[S, B, D]` are of all ranks, in the order of positions.
     """
     query, _, weight = indexed
     chosen = torch.zeros(*query.shape[:2], topk, dtype=torch.int32, device=query.device)
@@ -173,16 +149,8 @@ def choose(indexed: Indexed, keys: Tensor, parts: Sequence[Segment], topk: int) 
 
 
 def best(query: Tensor, keys: Tensor, weight: Tensor, visible: Tensor, topk: int) -> Tensor:
-    """Return the positions of the `topk` visible keys of largest score, int32 `[Q, B, topk]`.
-
-    Where fewer are visible, positions of keys that are not follow them.
-
-    Args:
-        query: Index queries `[Q, B, H, D]`.
-        keys: Index keys `[K, B, D]`.
-        weight: Weights of the heads `[Q, B, H]`.
-        visible: True where a query may attend to a key, `[Q, B or 1, K]`.
-        topk: Number of keys, at most K.
+    """Return the positions of the `topk` visible keys of largest score, int32 `[Q, B, topk]`, then of others where
+    fewer are visible, for `query` `[Q, B, H, D]`, `keys` `[K, B, D]`, `weight` `[Q, B, H]`, `visible` `[Q, B or 1, K]`.
     """
     keys_BDK = keys.float().permute(1, 2, 0)
     scores_BQK = torch.zeros((), device=query.device)
@@ -198,10 +166,7 @@ def best(query: Tensor, keys: Tensor, weight: Tensor, visible: Tensor, topk: int
 
 
 def chosen_mask(chosen: Tensor, visible: Tensor) -> Tensor:
-    """Return a mask `[B, 1, Q, K]` that is true at the chosen positions `[Q, B, topk]` that are visible.
-
-    `visible` is `[Q, B or 1, K]`.
-    """
+    """Return a mask `[B, 1, Q, K]`: true at chosen positions `[Q, B, topk]` that are visible `[Q, B or 1, K]`."""
     mask_QBK = torch.zeros(*chosen.shape[:2], visible.shape[-1], dtype=torch.bool, device=chosen.device)
     mask_QBK.scatter_(-1, chosen.long(), True)
     return (mask_QBK & visible).transpose(0, 1)[:, None]
@@ -321,14 +286,7 @@ class IndexedLatentAttention(LatentAttention):
     """Latent attention over the keys that its indexer chooses, or over those that another layer's has chosen."""
 
     def __init__(self, *args: Any, has_indexer: bool, slot: int | None, **kwargs: Any) -> None:
-        """Make the layer.
-
-        Args:
-            *args: Megatron's arguments.
-            has_indexer: Whether the layer makes a choice; otherwise it takes the one in `slot`.
-            slot: Index of the choice among the shared choices of the chunk; None: no layer shares it.
-            **kwargs: Megatron's further arguments.
-        """
+        """Make a layer with an indexer, or with the choice in `slot`; None: none shares it."""
         super().__init__(*args, **kwargs)
         assert has_indexer or slot is not None, "a layer without an indexer shares a choice"
         self.slot = slot
@@ -347,14 +305,7 @@ class IndexedLatentAttention(LatentAttention):
         packed_seq_params: PackedParams | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the output `[s, B, hidden]` of hidden states of that shape, and no bias.
-
-        Args:
-            hidden_states: This rank's positions.
-            attention_mask: Room for the choices that layers share, of `IndexedBlock`.
-            packed_seq_params: The sequences of a packed row.
-            **options: Megatron's further arguments of attention.
-        """
+        """Return the output `[s, B, hidden]`, and no bias; the mask is `IndexedBlock`'s room for choices."""
         if self.core_attention.indexer is None:
             choice = None if attention_mask is None else attention_mask[self.slot]
         else:
@@ -469,13 +420,11 @@ def _seen(step: StepTokens) -> Tensor:
 
 @lru_cache(8)
 def _order(lengths: tuple[int, ...], ranks: int, device: torch.device) -> Tensor:
-    """Return `gathered_order`, which all layers of a pass share."""
     return to_device(gathered_order(lengths, ranks), device)
 
 
 @lru_cache(8)
 def _positions(lengths: tuple[int, ...], rank: int, ranks: int, device: torch.device) -> Tensor:
-    """Return the position, in its sequence, of each of this rank's tokens."""
     at = torch.cat([torch.arange(length) for length in lengths])
     if ranks > 1:
         at = at[gathered_order(lengths, ranks).argsort()].chunk(ranks)[rank]

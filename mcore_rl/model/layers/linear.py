@@ -23,9 +23,7 @@ from mcore_rl.megatron.mesh import layer_groups
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's x / rms(x) * weight over the last axis, computed in fp32 and rounded once (arXiv 1910.07467), built as
-    Megatron builds norms.
-    """
+    """x / rms(x) * weight over the last axis, in fp32, rounded once (arXiv 1910.07467), built as Megatron's."""
 
     eps: float
 
@@ -49,11 +47,9 @@ class ZeroCenteredRMSNorm(RMSNorm):
 
 
 class FullQueryNorm(nn.Module):
-    """x / rms(x) * weight in fp32, where rms is taken over the heads of all tensor-parallel ranks.
-
-    It replaces Megatron's norm of each head. Every rank has the whole weight and uses the part for its own heads: by
-    the attribute's name Megatron sums the gradient of these norms over the ranks, which would mix the parts of a
-    sharded weight.
+    """x / rms(x) * weight in fp32, with rms over the heads of all tensor-parallel ranks. Every rank has the whole
+    weight: Megatron sums the gradient of norms of this name over the ranks, which would mix the parts of a sharded
+    weight.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
@@ -144,10 +140,8 @@ def sharded_weights(
 
 
 class ReplicatedLinear(nn.Module):
-    """`input @ weight.T` with the same weight on all tensor-parallel ranks; called and saved like Megatron's layers.
-
-    Under sequence parallelism each rank sees its part of the sequence; the weight is marked so that Megatron sums its
-    gradient over the ranks.
+    """`input @ weight.T` with one weight on all tensor-parallel ranks, saved like Megatron's layers. Under sequence
+    parallelism it is marked so that Megatron sums its gradient over the ranks.
     """
 
     def __init__(
@@ -191,10 +185,8 @@ class ReplicatedLinear(nn.Module):
 
 
 class LatentAttention(MLASelfAttention):
-    """Megatron's latent attention with its down-projections replicated.
-
-    Without TransformerEngine, Megatron shards them, which loses a part of the rotary key's gradient under tensor
-    parallelism. Megatron only accepts its own classes in a spec, so the layers are replaced after construction.
+    """Megatron's latent attention with its down-projections replicated: sharded, they lose a part of the rotary key's
+    gradient. They are replaced after construction, as Megatron accepts only its own classes in a spec.
     """
 
     def __init__(self, config: TransformerConfig, submodules: Any, *args: Any, **kwargs: Any) -> None:

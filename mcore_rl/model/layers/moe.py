@@ -65,9 +65,9 @@ class GroupChoice:
 class MoELayer(moe_layer.MoELayer):
     """Megatron's layer, with the same router, shared experts, recomputation and results.
 
-    If a rank has all experts unsplit, the experts gather and sum the tokens themselves. Megatron's dispatchers would
-    copy top-k times the batch six times to sort it, even if nothing is sent, and read the number of tokens per expert
-    on the host, which drains the GPU's queue in every layer. In all other cases this is Megatron's layer unchanged.
+    If a rank has all experts unsplit, the experts gather and sum the tokens themselves: Megatron's dispatchers would
+    copy top-k times the batch six times to sort it, and read counts on the host, which drains the GPU's queue in every
+    layer.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -87,13 +87,7 @@ class MoELayer(moe_layer.MoELayer):
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, None]:
-        """Return the layer's output `[s, B, D]`, and no bias.
-
-        Args:
-            hidden_states: The tokens `[s, B, D]`.
-            intermediate_tensors: Megatron's argument between parts of a CUDA graph.
-            padding_mask: True at padding, `[B, s]`; None without padding.
-        """
+        """Return the output `[s, B, D]` of `[s, B, D]`, and no bias; `padding_mask` `[B, s]` is true at padding."""
         if not self.is_local:
             output: tuple[Tensor, None] = super().forward(hidden_states, intermediate_tensors, padding_mask)
             return output
@@ -104,7 +98,6 @@ class MoELayer(moe_layer.MoELayer):
         return self._routed(hidden_states, padding_mask), None
 
     def _routed(self, hidden_sBD: Tensor, is_padding_sB: Tensor | None) -> Tensor:
-        """Return the sum over each token's experts and the shared experts."""
         shared_sBD = self.shared_experts_compute(hidden_sBD) if self.use_shared_expert else None
         gates_TE, routed_TE = self.router(hidden_sBD, is_padding_sB)
         tokens_TD = hidden_sBD.reshape(-1, hidden_sBD.shape[-1])

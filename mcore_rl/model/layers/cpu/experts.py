@@ -47,7 +47,6 @@ def _rms_norm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _normalized(input: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the normalized input, the contiguous input, and 1 / rms of each row."""
     input, width = input.contiguous(), weight.shape[0]
     output, inverse = input.new_empty(input.shape), input.new_empty(*input.shape[:-1], 1)
     library().rms_norm_forward(input, weight, inverse.numel(), width, eps, output, inverse)
@@ -182,15 +181,9 @@ def assign(rows_N: Tensor, gates_index_N: Tensor, counts: list[int]) -> Assignme
 def swiglu_experts(
     input_TD: Tensor, gates: Tensor, fc1_EFD: Tensor, fc2_EDF: Tensor, assignment: Assignment, *, rounds: bool
 ) -> Tensor:
-    """Return for each row the sum over its experts of gate * (silu(x @ g.T) * (x @ u.T)) @ fc2[e].T, `[T, D]`, fp32.
-
-    Args:
-        input_TD: The rows x.
-        gates: Gates in any shape; `assignment.gates_index_N` indexes the flattened tensor.
-        fc1_EFD: For each expert the rows of g above the rows of u.
-        fc2_EDF: The experts' output matrices.
-        assignment: The rows of each expert.
-        rounds: Whether products round their operands to bf16.
+    """Return for each row of `input_TD` the sum over its experts of gate * (silu(x @ g.T) * (x @ u.T)) @ fc2[e].T, `[T,
+    D]`, fp32. `fc1_EFD` has the rows of g above those of u; `gates_index_N` of the assignment indexes the flattened
+    gates; `rounds` products to bf16.
     """
     operands = input_TD, gates, fc1_EFD, fc2_EDF, assignment, rounds
     if not torch.is_grad_enabled():

@@ -155,7 +155,6 @@ class FusedSelfAttention(SelfAttention):
         return split_heads(mixed, self.hidden_size_per_attention_head, norms, angles)
 
     def _one_pass(self, hidden: Tensor, rotary: Any, packed: PackedSeqParams | None) -> _OnePass | None:
-        """Return the norms and angles for one pass; None if Megatron's steps are needed."""
         if not self._is_plain:
             return None
         norms = self._norms() if self._has_norms else None
@@ -193,12 +192,7 @@ class FusedSelfAttention(SelfAttention):
 
 
 def positions_in_sequences(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """Return the position of each token in its sequence, int64 `[T]`.
-
-    Args:
-        cu_seqlens: Start of each sequence of a packed row, and the end of the last.
-        num_tokens: Total number of tokens, T.
-    """
+    """Return each token's position in its sequence, int64 `[T]`; `cu_seqlens` has the starts and the end."""
     begins_T = cu_seqlens[:-1].long().repeat_interleave(cu_seqlens.diff(), output_size=num_tokens)
     return torch.arange(num_tokens) - begins_T
 
@@ -206,14 +200,8 @@ def positions_in_sequences(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
 def split_heads(
     mixed: Tensor, width: int, norms: HeadNorms | None, angles: Angles | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries `[S, B, groups * queries, width]`, keys and values `[S, B, groups, width]`.
-
-    Args:
-        mixed: Mixed projection `[S, B, groups, (queries + 2) * width]`, fp32: for each group its queries, then its key
-            and value.
-        width: Width of a head.
-        norms: Norms of queries and keys, if any.
-        angles: Angles by which queries and keys are rotated after the norms, if any.
+    """Return queries `[S, B, groups * queries, width]`, keys and values `[S, B, groups, width]`, normed, then rotated,
+    of `mixed` `[S, B, groups, (queries + 2) * width]`, fp32: for each group its queries, key and value.
     """
     weights = (None, None) if norms is None else (norms.query, norms.key)
     eps = 0.0 if norms is None else norms.eps
