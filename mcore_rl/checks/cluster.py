@@ -44,13 +44,7 @@ def answers(folder: Path, num_nodes: int, wait_s: float = ANSWER_S) -> dict[str,
 
 
 def report(found: Mapping[str, Findings], lines: Mapping[str, Sequence[str]], num_nodes: int) -> list[str]:
-    """Return the report on all nodes.
-
-    Args:
-        found: Findings by host.
-        lines: Lines of `mcore-rl doctor` about each host.
-        num_nodes: Number of nodes that were asked.
-    """
+    """Return the report on `num_nodes` nodes: findings, and lines of `mcore-rl doctor`, by host."""
     text: list[str] = []
     first_of: dict[str, list[str]] = {}
     for host, findings in found.items():
@@ -68,9 +62,7 @@ def report(found: Mapping[str, Findings], lines: Mapping[str, Sequence[str]], nu
 
 
 def differences(found: Mapping[str, Findings]) -> Iterator[str]:
-    """Yield a line for each finding that differs between nodes: its values, the most frequent first, with their
-    hosts.
-    """
+    """Yield a line for each finding that differs: its values, the most frequent first, with hosts."""
     values = {host: dict(comparable(findings)) for host, findings in found.items()}
     for name in dict.fromkeys(name for of_host in values.values() for name in of_host):
         hosts_of: dict[str, list[str]] = {}
@@ -101,7 +93,6 @@ def comparable(findings: Findings) -> Iterator[tuple[str, Any]]:
 
 
 def _is_alike(values: Sequence[str]) -> bool:
-    """Return whether all values are sizes that differ by no more than MEMORY_PART."""
     if "not there" in values:
         return False
     sizes = [float(value) for value in values]
@@ -157,10 +148,7 @@ def check_cluster(cluster: ClusterConfig) -> None:
 
 
 def seconds_of(time: str) -> int | None:
-    """Return the seconds of a time limit as Slurm reads it, None if it is not a time limit.
-
-    The forms are minutes[:seconds], hours:minutes:seconds and days-hours[:minutes[:seconds]].
-    """
+    """Return the seconds of a time limit of Slurm, M[:S], H:M:S or D-H[:M[:S]]; None if it is none."""
     match = TIME.fullmatch(time)
     if match is None:
         return None
@@ -257,10 +245,7 @@ class Placement:
 
 
 def placement(model: ModelConfig, mesh: MeshConfig, ranks_per_node: int, world_size: int) -> Placement:
-    """Find groups of neighbouring ranks that cross nodes: tensor parallelism must not, other kinds should not.
-
-    Megatron numbers ranks tp first, then cp, dp, pp; for experts etp first, then ep.
-    """
+    """Find groups of neighbouring ranks that cross nodes, in Megatron's order tp, cp, dp, pp (etp, ep)."""
     refused, warnings = [], []
     for name, size in (("mesh.tp", mesh.tp), ("mesh.etp", mesh.etp if model.is_moe else 1)):
         if _crosses(size, ranks_per_node, world_size):
@@ -284,5 +269,4 @@ def placement(model: ModelConfig, mesh: MeshConfig, ranks_per_node: int, world_s
 
 
 def _crosses(group: int, ranks_per_node: int, world_size: int) -> bool:
-    """Return whether any group of this many neighbouring ranks has ranks on two nodes."""
     return world_size > ranks_per_node and ranks_per_node % group != 0

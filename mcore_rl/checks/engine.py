@@ -42,9 +42,7 @@ def engine_violations(config: RlRunConfig) -> Iterator[str]:
 
 
 def _graphs(mesh: MeshConfig, model: ModelConfig, platform: PlatformConfig) -> Iterator[str]:
-    """Check that a step of the engine can be captured: a single rank computes it, and no host reads numbers within
-    it.
-    """
+    """Check that a step can be captured: one rank computes it, and no host reads numbers within it."""
     wanted = "rl.engine.cuda_graphs=true"
     if platform.device == "cpu":
         yield f'{wanted} with platform.device="cpu": CUDA graphs are a GPU\'s. Set it to "auto".'
@@ -107,7 +105,6 @@ def _servers(engine: ServedConfig, device: str) -> Iterator[str]:
 
 
 def _adapters(engine: ServedConfig, lora: LoraConfig, model: ModelConfig, max_staleness: int) -> Iterator[str]:
-    """Check that servers can load the policy's adapters, if rl.engine.lora="adapter"."""
     if engine.lora == "merged":
         return
     wanted = 'rl.engine.lora="adapter"'

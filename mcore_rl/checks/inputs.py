@@ -49,11 +49,7 @@ def absent(name: str, path: Path, what: str) -> str:
 
 
 def contents_of_inputs(inputs: Inputs) -> dict[str, dict[str, str]]:
-    """Return field -> path -> size and CRC-32 of each file that decides which data a step reads: text, tokenizer,
-    template.
-
-    A .bin is not read, which may take hours: its CRC-32 is that of PREFIX.json, and data without it has its size alone.
-    """
+    """Return field -> path -> size and CRC-32 of input files; that of a .bin is in PREFIX.json."""
     contents: dict[str, dict[str, str]] = {}
     for name, path, _ in inputs:
         if name.startswith(OF_TEXT):
@@ -62,7 +58,6 @@ def contents_of_inputs(inputs: Inputs) -> dict[str, dict[str, str]]:
 
 
 def _files_of(name: str, path: Path) -> Iterator[Path]:
-    """Return the files that are read of the path in a field: itself, or those of a folder of data or a tokenizer."""
     files = [path]
     if os.path.isdir(path):
         is_tokenizer = name.endswith("tokenizer.path")
@@ -143,7 +138,6 @@ def has_checkpoints(run_dir: Path) -> bool:
 
 
 def _files(data: object) -> Iterator[tuple[str, str]]:
-    """Yield split and path of every file of a dataset."""
     if isinstance(data, DataConfig):
         for split in ("train", "valid", "test"):
             for prefix in getattr(data, split):

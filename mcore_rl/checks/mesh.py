@@ -66,7 +66,6 @@ def _experts(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
 
 
 def _parts(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
-    """Check that widths and heads are cut into equal parts."""
     moe, family, kv_heads, tp = model.moe, family_of(model), model.num_kv_heads, mesh.tp
     shared = "ffn_hidden_size" if moe.shared_ffn_hidden_size == "auto" else "shared_ffn_hidden_size"
     padded = "padded vocabulary (model.vocab_size, model.vocab_multiple) = "
@@ -161,7 +160,6 @@ def _layers(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
 
 
 def _layout(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
-    """Check the number of layers of each chunk."""
     layout = f"mesh.pp_layout={toml_value(mesh.pp_layout)}"
     if mesh.pp == 1:
         yield f'{layout} with mesh.pp=1: there is one stage. Set it to "none".'
@@ -243,9 +241,7 @@ def _sequence(model: ModelConfig, mesh: MeshConfig, seq_length: int, field: str)
 
 
 def mesh_dependences(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Yield a sentence for each setting that has a different meaning on another mesh; the config has passed its
-    checks.
-    """
+    """Yield a sentence for each setting of a checked config that means something else on another mesh."""
     moe, train = config.model.moe, config.train
     if config.model.is_moe and isinstance(config, RlRunConfig):
         yield from _packed_by_tokens(moe, "rl.update.max_tokens_per_microbatch")

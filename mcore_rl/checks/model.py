@@ -25,11 +25,7 @@ MAX_DIVISOR = 10_000
 
 
 def checked_model_from_hf(config: HfConfig, family: str | None = None) -> ModelConfig:
-    """Return the model that a config.json describes, as `model_from_hf` does, after it has passed the checks.
-
-    Raises:
-        ConfigError: If Megatron cannot represent the model, or cannot run it.
-    """
+    """Return the model that a config.json describes; ConfigError if Megatron cannot represent or run it."""
     model = model_from_hf(config, family)
     if violations := list(model_violations(model)):
         raise ConfigError("config.json describes a model that Megatron cannot run:\n" + "\n".join(violations))
@@ -68,9 +64,7 @@ def model_violations(model: ModelConfig) -> Iterator[str]:
 
 
 def divisors(number: int) -> str:
-    """Return the divisors of `number` for a message, as in "1, 2, 4, 8"; only the first, if there are many or it is
-    large.
-    """
+    """Return the divisors of `number` for a message, as in "1, 2, 4, 8"; only the first ones of many."""
     limit = min(isqrt(number), MAX_DIVISOR)
     small = [i for i in range(1, limit + 1) if number % i == 0]
     if limit < isqrt(number):
@@ -80,14 +74,7 @@ def divisors(number: int) -> str:
 
 
 def unused(key: str, section: Section, *rules: tuple[bool, str, str]) -> Iterator[str]:
-    """Yield a sentence for each rule by which nothing reads fields that have other values than their defaults.
-
-    Args:
-        key: Dotted key of the section, such as "rl.loss".
-        section: The section.
-        rules: For each rule, whether it holds; the names of the fields, separated by spaces, or "" for all fields of
-            the section; and the setting because of which nothing reads them.
-    """
+    """Yield a sentence for each rule (holds, "fields" or "" for all, reason) by which nothing reads set fields."""
     for holds, names, cause in rules:
         infos = {name: type(section).model_fields[name] for name in names.split() or type(section).model_fields}
         defaults = {name: info.get_default(call_default_factory=True) for name, info in infos.items()}
@@ -127,7 +114,6 @@ def _experts(model: ModelConfig, family: Family) -> Iterator[str]:
 
 
 def _optional_settings(model: ModelConfig, family: Family) -> Iterator[str]:
-    """Yield a sentence for each setting that the family does not have or requires."""
     for name in OPTIONAL_SETTINGS:
         value, default = attrgetter(name)(model), attrgetter(name)(ModelConfig())
         in_use = model.is_moe or not name.startswith("moe.")
@@ -265,16 +251,7 @@ class Width:
 def fp8_violations(
     model: ModelConfig, mesh: MeshConfig, platform: PlatformConfig, micro_batch: int, seq_length: int, field: str
 ) -> Iterator[str]:
-    """Yield a sentence for each width, or number of tokens on a rank, that 8-bit products do not accept.
-
-    Args:
-        model: The model.
-        mesh: The mesh.
-        platform: The platform, with fp8 or without.
-        micro_batch: Sequences of a forward pass.
-        seq_length: Positions of a sequence.
-        field: Field that sets `seq_length`.
-    """
+    """Yield a sentence for each width or token count that 8-bit products refuse; `field` is of `seq_length`."""
     multiple = platform.fp8_multiple
     if multiple == 1:
         return
@@ -305,9 +282,7 @@ def fp8_violations(
 
 
 def _widths(model: ModelConfig, mesh: MeshConfig) -> Iterator[Width]:
-    """Yield the sides of all weights that TransformerEngine multiplies; the embedding, the output and the router are
-    not among them.
-    """
+    """Yield the sides of the weights that TransformerEngine multiplies: no embedding, output or router."""
     family, mla, moe = family_of(model), model.mla, model.moe
     yield Width("model.hidden_size", model.hidden_size)
     if family.is_latent:
@@ -338,7 +313,6 @@ def _widths(model: ModelConfig, mesh: MeshConfig) -> Iterator[Width]:
 
 
 def _near(size: int, multiple: int) -> str:
-    """Return the multiples around `size`, for a message."""
     below = size // multiple * multiple
     return " or ".join(str(near) for near in (below, below + multiple) if near)
 

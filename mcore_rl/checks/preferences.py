@@ -15,9 +15,7 @@ from mcore_rl.config.preferences import (
 
 
 def preference_violations(config: PreferenceRunConfig, world_size: int) -> Iterator[str]:
-    """Yield a sentence for each reason, apart from its loss, why a training on preferences cannot run on `world_size`
-    ranks.
-    """
+    """Yield a sentence for each reason, apart from its loss, why the training cannot run."""
     data = config.data
     is_auto = data.tokens_per_microbatch == "auto"
     field = "2 x data.seq_length" if is_auto else "data.tokens_per_microbatch"

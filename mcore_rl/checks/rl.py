@@ -86,7 +86,6 @@ def _prompts(prompts: PromptConfig) -> Iterator[str]:
 
 
 def _rollout(rl: RlConfig) -> Iterator[str]:
-    """Check sampling, and that completions of a group can differ in what they are compared by."""
     rollout, advantage, size = rl.rollout, rl.advantage, rl.rollout.group_size
     if rollout.temperature == 0:
         yield (
@@ -130,7 +129,6 @@ def _rollout(rl: RlConfig) -> Iterator[str]:
 
 
 def _advantage(rl: RlConfig) -> Iterator[str]:
-    """Check that the loss can use the advantages that differ between the tokens of a completion."""
     advantage, loss = rl.advantage, rl.loss
     if loss.kind == "kimi_k2" and advantage.kind != "mean":
         yield (
@@ -241,7 +239,6 @@ def _kl(loss: AnyLoss) -> Iterator[str]:
 
 
 def _importance_sampling(loss: AnyLoss, update: UpdateConfig) -> Iterator[str]:
-    """Check the correction for rollouts with logprobs that differ from the trainer's."""
     if loss.correction is None:
         return
     kind, low, high = loss.correction
@@ -264,7 +261,6 @@ def _importance_sampling(loss: AnyLoss, update: UpdateConfig) -> Iterator[str]:
 
 
 def _staleness(rl: RlConfig) -> Iterator[str]:
-    """Check that samples of older weights come from a separate engine, and are corrected for."""
     staleness = rl.rollout.max_staleness
     if not staleness:
         return
@@ -325,7 +321,6 @@ def _parts(reward: RewardConfig) -> Iterator[str]:
 
 
 def _part_options(reward: RewardConfig) -> Iterator[str]:
-    """Check the options of parts, and that each has its part."""
     parts, named = reward.parts, f"rl.reward.parts={toml_value(reward.parts)}"
     has_steps = any(part.startswith(STEP_MODEL_PART) for part in parts)
     has_scores = any(part.startswith(MODEL_PART) for part in parts)

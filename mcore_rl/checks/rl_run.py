@@ -56,7 +56,6 @@ def _lengths(config: RlRunConfig) -> Iterator[str]:
 
 
 def _batches(config: RlRunConfig, world_size: int) -> Iterator[str]:
-    """Check that a rollout batch is cut into whole updates, and texts mixed into these evenly over ranks and stages."""
     rollout, loss, ptx = config.rl.rollout, config.rl.loss, config.rl.ptx
     train, mesh, size = config.train, config.mesh, config.rollout_size
     if size % train.global_batch:
@@ -97,7 +96,6 @@ def _nearest_divisor(size: int, wanted: int) -> int:
 
 
 def _intervals(config: RlRunConfig) -> Iterator[str]:
-    """Check that intervals are whole rollout batches: a run saves, evaluates and ends only between them."""
     train, updates = config.train, config.updates_per_rollout
     fields = {
         "train.steps": train.steps,
@@ -114,7 +112,6 @@ def _intervals(config: RlRunConfig) -> Iterator[str]:
 
 
 def _optimizers(config: RlRunConfig) -> Iterator[str]:
-    """Check where the optimizers' state waits, the critic's schedule, and that its warm-up leaves the policy steps."""
     updates, steps = config.updates_per_rollout, config.train.steps
     for optim, key, store, field in (
         (config.optim, "optim", config.update_store, "rl.update.store"),
@@ -160,7 +157,6 @@ def _layers(config: RlRunConfig) -> Iterator[str]:
 
 
 def _routers(config: RlRunConfig) -> Iterator[str]:
-    """Check the router settings: training, replay and records."""
     model, rl, replay = config.model, config.rl, config.replay
     moe = model.moe
     if not model.is_moe:

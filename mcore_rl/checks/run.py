@@ -106,7 +106,6 @@ def _run_dir(run_dir: str) -> Iterator[str]:
 
 
 def _program(config: RunConfig) -> Iterator[str]:
-    """Check what this training and the layers' kernels can be asked for."""
     head, platform = config.model.head, config.platform
     if head == "score" and not config.trains_scores:
         yield (
@@ -269,9 +268,7 @@ def weight_violations(
     sources: Sequence[str],
     without: str = "to read everything once an epoch",
 ) -> Iterator[str]:
-    """Yield a sentence for each fault in the weights in field `name` of the data in field `sources_name`; `without` is
-    the purpose of omitting them.
-    """
+    """Yield a sentence for each fault in the weights `name` of `sources_name`; `without` is why to omit them."""
     if weights and len(weights) != len(sources):
         yield (
             f"{name} has {len(weights)} weights for {len(sources)} entries of {sources_name}. Give one each, or none "
