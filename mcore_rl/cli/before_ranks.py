@@ -20,13 +20,9 @@ FIRST = 100
 
 
 def refuse_first_records(config: RunConfig) -> None:
-    """Import the user's own functions that the config names, read its text files, which may be cut off anywhere, look
-    at the first conversations and preferences and at all prompts, and try its own rewards on the first prompts.
-
-    Raises:
-        ConfigError: if a function of the user's own is missing, or its module fails.
-        DataError: if more lines than `max_bad` allows are not valid training examples.
-        TrainingError: if a reward function of the user's own fails on every reference answer.
+    """Import the user's functions in the config, read its files, look at the first records and all prompts, and try
+    rewards on the first. Raises ConfigError for a function, DataError beyond `max_bad` lines, TrainingError if a reward
+    always fails.
     """
     load_extensions(config)
     if isinstance(config, RlRunConfig) and config.rl.prompts.task == "file":

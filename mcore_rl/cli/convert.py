@@ -104,7 +104,6 @@ def _import(source: Path, output: Path, args: argparse.Namespace, settings: Copy
 
 
 def _wants_logits(args: argparse.Namespace, conversion: Conversion, progress: ByteProgress) -> bool:
-    """Return whether to compare the outputs of an import: as the user says, or by default if it costs little."""
     if args.check_logits is not None:
         return bool(args.check_logits)
     if conversion.num_bytes > LOGITS_BYTES or args.max_ram is not None:
@@ -126,7 +125,6 @@ def _logits() -> ModuleType:
 
 
 def _check_logits(args: argparse.Namespace, progress: ByteProgress, folder: Path) -> None:
-    """Report how far the output's logits are from its source's; raise a CheckpointError if rounding explains it not."""
     dtype = OUTPUT_DTYPES.get(args.dtype)
     distance = _logits().largest_distance(args.paths[0], folder, None, progress, mtp=args.mtp, dtype=dtype)
     is_import = args.action == "import"
@@ -238,7 +236,6 @@ PLANS: dict[str, Callable[[Path, Path, argparse.Namespace, CopySettings], Conver
 
 
 def _verify(args: argparse.Namespace, progress: ByteProgress) -> int:
-    """Compare two checkpoints, with --logits also their outputs; return 1 if they differ."""
     one, other = args.paths
     differs = report_differences(one, other, args, progress) > 0
     if args.logits:
@@ -262,7 +259,6 @@ def _check_log(args: argparse.Namespace) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise a ConfigError for folders and options that the action does not use: every option is used or refused."""
     wanted = (1, 2) if args.action == "plan" else (2,)
     if len(args.paths) not in wanted:
         raise ConfigError(

@@ -116,7 +116,6 @@ def show_examples(args: argparse.Namespace) -> int:
 
 
 def _records(name: str, count: int) -> Iterator[str]:
-    """Yield the first records of a data file, with the format recognised from their keys, without tokens."""
     for record in islice(read_records(name), count):
         keys = ", ".join(record.entry or ())
         yield f"--- {record.file}:{record.line}: keys {keys}"
@@ -127,7 +126,6 @@ def _records(name: str, count: int) -> Iterator[str]:
 
 
 def _recognised(record: Record) -> Iterator[str]:
-    """Yield the format and the turns of a record. Raises DataError if the format is unknown."""
     entry = record.fields
     if {"chosen", "rejected", "responses", "completions"} & entry.keys():
         comparison = comparison_of(record, PreferenceDataConfig())

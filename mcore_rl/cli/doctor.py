@@ -41,10 +41,7 @@ OPEN_FILES = 4096
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the findings and return the exit status: 0, or FAULTY if something is broken.
-
-    With --nodes this is a node of a job: each node writes its findings, and the first node reports on all nodes.
-    """
+    """Print the findings, with --nodes of all nodes on the first; return 0, or FAULTY if something is broken."""
     found = examine()
     if args.nodes:
         return _on_nodes(args.nodes, found)
@@ -54,7 +51,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _on_nodes(folder: Path, found: dict[str, Any]) -> int:
-    """Write this node's findings; on the first node report on all nodes, and return FAULTY if they differ."""
     # Slurm's name for a node, used in its other messages, may differ from the host's name.
     nodes.answer(folder, environment_variable("SLURMD_NODENAME") or socket.gethostname(), found)
     if rank_of_launcher():
@@ -69,11 +65,7 @@ def _on_nodes(folder: Path, found: dict[str, Any]) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """Return the findings by topic, in a form for JSON.
-
-    On GPUs only a small matrix product is computed on each. On a CPU matrix products and attention are timed, as at the
-    start of a run, and the compiled file is built if no process of this user has built it.
-    """
+    """Return the findings by topic, for JSON: a CPU is timed and its file compiled, a GPU multiplies a small matrix."""
     return {
         "versions": dict(versions()),
         "devices": devices(),
@@ -142,11 +134,7 @@ def kernels() -> dict[str, bool]:
 
 
 def cpu_layers() -> dict[str, str]:
-    """Return the build of the compiled layers (`platform.layers = "cpu"`), or "" and the reason if there is none; empty
-    on a GPU.
-
-    Uses a single thread meanwhile, like ranks that share a machine.
-    """
+    """Return the compiled layers' build, or "" and why there is none; empty on a GPU. It uses one thread."""
     if FOUND.has_cuda:
         return {}
     threads = torch.get_num_threads()

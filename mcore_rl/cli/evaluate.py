@@ -1,6 +1,4 @@
-"""One rank of `mcore-rl eval`: how well a checkpoint answers the held-out prompts of an RL config, or how well a reward
-model orders its held-out pairs.
-"""
+"""One rank of `mcore-rl eval`: a checkpoint's accuracy on held-out prompts, or a reward model's on held-out pairs."""
 
 import json
 import sys
@@ -125,10 +123,7 @@ def _loaded(
 
 
 def with_stored_adapters(config: AnyConfig, source: Path) -> AnyConfig:
-    """Return the config with the low-rank adapters that a checkpoint has, if the config itself has none.
-
-    Raises ConfigError if the rest of the config does not allow adapters.
-    """
+    """Return the config with a checkpoint's adapters if it has none; ConfigError if it allows none."""
     lora = stored_lora(source)
     if config.lora.is_on or not lora.is_on:
         return config

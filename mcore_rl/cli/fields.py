@@ -70,10 +70,7 @@ def fields_help(kind: str) -> str:
 
 
 def sections_at(kind: str, key: str) -> list[SectionDoc]:
-    """Return the section `key` of a kind of config and the sections inside it.
-
-    If `key` is a field, return its section with only that field; an empty list if the config has neither.
-    """
+    """Return section `key` of a kind and those inside, or a field's section with it alone; [] for neither."""
     docs = describe_sections(KINDS[kind])
     if sections := [doc for doc in docs if doc.key == key or doc.key.startswith(f"{key}.")]:
         return sections
@@ -98,7 +95,6 @@ def section_help(section: SectionDoc) -> str:
 
 
 def _texts(kinds: Sequence[str], key: str) -> dict[str, list[str]]:
-    """Map each version of the help for a section or field to the kinds of config that have it."""
     found: dict[str, list[str]] = {}
     for kind in kinds:
         if sections := sections_at(kind, key):
@@ -125,7 +121,6 @@ def print_completion(args: argparse.Namespace) -> int:
 
 
 def _words(name: str) -> Iterator[str]:
-    """Yield the words that can follow a command: options, names of recipes and clusters, and fields."""
     actions = parser_of(name)._actions
     for action in actions:
         yield from action.option_strings

@@ -255,7 +255,6 @@ def continuations(
 
 
 def _take_positional(args: argparse.Namespace) -> None:
-    """Set --model and --prompt to the positional arguments; a single one is the text if an option names the model."""
     if (args.model or args.run or args.checkpoint) and args.text is None:
         args.folder, args.text = None, args.folder
     for place, option in (("folder", "model"), ("text", "prompt")):

@@ -120,7 +120,6 @@ def _rl(model: ModelConfig, ranks: int) -> Iterator[Line]:
 
 
 def _gpus_here() -> Gpus | None:
-    """Return the GPUs of this machine; None if it has none, or if their memory is unknown."""
     import torch  # takes a second or two, which other commands need not wait for
 
     if not torch.cuda.is_available():
@@ -181,7 +180,6 @@ def _tried(folder: Path, gpus: Gpus, kind: str, overrides: Sequence[str]) -> Sea
 
 
 def _refusal(folder: Path, gpus: Gpus, kind: str, overrides: Sequence[str]) -> str:
-    """Return what the checks say of the fields on the GPUs; "" if they pass."""
     try:
         PROGRAMS[kind].check(_config(folder, gpus, kind, overrides), gpus.count)
     except ConfigError as error:
@@ -190,7 +188,6 @@ def _refusal(folder: Path, gpus: Gpus, kind: str, overrides: Sequence[str]) -> s
 
 
 def _config(folder: Path, gpus: Gpus, kind: str, overrides: Sequence[str]) -> RunConfig:
-    """Return the config of a training given only by its model, GPUs and overrides."""
     program = PROGRAMS[kind]
     max_position = read_model_folder(find_model(str(folder), "FOLDER")).model.max_position
     fields = [*_usual(program, folder, gpus, max_position), *overrides]
@@ -198,7 +195,6 @@ def _config(folder: Path, gpus: Gpus, kind: str, overrides: Sequence[str]) -> Ru
 
 
 def _usual(program: Program, folder: Path, gpus: Gpus, max_position: int) -> Iterator[str]:
-    """Yield the fields of a training run for which only the model is known; the answer depends only on these fields."""
     yield from ("platform.precision=bf16", "mesh.dp=auto", f"model.path={folder}", "checkpoint.load=none")
     # File names for the checks; the files are not read.
     yield from ("data.tokenizer.kind=huggingface", f"data.tokenizer.path={folder}")
@@ -226,18 +222,9 @@ def size_of(model: ModelConfig) -> str:
 
 
 def translated(path: Path, program: str | None, folder: str | None) -> str:
-    """Return the text of a config that corresponds to a config of another system.
-
-    It sets a field for each setting that has a field of the same value. The other settings are comments, with the
-    corresponding fields.
-
-    Args:
-        path: The config of the other system, YAML or JSON.
-        program: The training program; None is "rl", if the system has no other or the config samples completions.
-        folder: The model to use instead of the config's; None keeps the config's.
-
-    Raises:
-        ConfigError: If the file cannot be read, is not a table, or does not say which training it is of.
+    """Return the text of a config for a YAML or JSON file of another system: a field for each setting with the same
+    value, else a comment. `program` None is "rl" or the system's only one; `folder` replaces the model. Raises
+    ConfigError if the file is no table or names no training.
     """
     settings, system = _read(path)
     if program is None and system in (None, "TRL") and "num_generations" not in settings:
@@ -275,7 +262,6 @@ def translated(path: Path, program: str | None, folder: str | None) -> str:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], str | None]:
-    """Return the settings of a file that are not null, by dotted key, and their system."""
     try:
         text = path.read_text(encoding="utf-8")
         table = json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(text)
@@ -299,7 +285,6 @@ def _leaves(table: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _refusal_of(cls: type[Section], ours: list[str], value: Any) -> str:
-    """Return why our fields do not accept the value; "" if they do."""
     if isinstance(value, str) and ("${" in value or value == MISSING):
         return "to be written out: it stands for a value of another place"
     if not isinstance(value, bool | int | float | str | list):

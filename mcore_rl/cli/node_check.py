@@ -99,7 +99,6 @@ def unfit_links(outcomes: Sequence[Outcome], min_gbit_per_s: float) -> list[str]
 
 
 def _of_all_ranks(argv: Sequence[str], ranks: int) -> tuple[list[str], list[Outcome]]:
-    """Return the faults of this node's ranks and the worst outcome of each link."""
     command = [sys.executable, "-m", "mcore_rl.cli.node_check_rank", *argv, "--rank"]
     processes = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(ranks)]
     outputs = [process.communicate()[0] for process in processes]

@@ -65,7 +65,6 @@ def all_reduces(args: argparse.Namespace) -> list[Outcome]:
 
 
 def _all_reduce(args: argparse.Namespace, link: tuple[int, int, int], partner: str) -> Outcome:
-    """Collective over all ranks of both nodes: return whether the sum is right, and its bandwidth."""
     number, left, right = link
     world_size = args.ranks * (1 if left == right else 2)
     rank = args.rank if args.node == left else args.ranks + args.rank

@@ -44,9 +44,7 @@ PLAN_MARK = "written by mcore-rl plan"
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the plan that the arguments ask for. Raises ConfigError, with the nearest meshes that fit, if the config
-    cannot run.
-    """
+    """Print the plan; ConfigError, with the nearest meshes that fit, if the config cannot run."""
     _check(args)
     if args.lora_rank is not None:
         args.overrides = [*args.overrides, f"lora.rank={args.lora_rank}"]
@@ -121,7 +119,6 @@ def _is_model(config: Path) -> bool:
 
 
 def _fit(args: argparse.Namespace) -> int:
-    """Print whether training the model in a folder fits."""
     if args.gpus is None or args.nodes or args.world or args.search or args.rank is not None:
         raise ConfigError(
             f"{args.config} is a model: `mcore-rl plan {args.config} --gpus 8xH100` says whether a training of the "
@@ -131,7 +128,6 @@ def _fit(args: argparse.Namespace) -> int:
 
 
 def _cluster(args: argparse.Namespace) -> ClusterConfig:
-    """Return the cluster in the arguments; with --gpus, its number of nodes becomes --nodes."""
     if args.gpus is None:
         cluster = load_config(ClusterConfig, args.cluster)
     else:
@@ -143,7 +139,6 @@ def _cluster(args: argparse.Namespace) -> ClusterConfig:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise a ConfigError for an output file that the other arguments do not produce, and for too large a world."""
     if args.gpus is not None and (args.nodes or args.world or args.calibrate is not None):
         raise ConfigError("--gpus names all GPUs. Give it without --nodes, --world and --calibrate.")
     if args.lora_rank is not None and args.calibrate is not None:
@@ -177,7 +172,6 @@ def _write_file(option: str, path: Path, content: str) -> None:
 
 
 def _calibrate(args: argparse.Namespace) -> int:
-    """Print the rates of a cluster from a finished run on it, and the run's predicted and measured step time."""
     run_dir: Path = args.calibrate
     attempts = read_attempts(run_dir)
     if not attempts or not (run_dir / "config.toml").is_file():
@@ -230,7 +224,6 @@ def _check_on(config: RunConfig, world_size: int) -> None:
 
 
 def _world_lines(config: RunConfig, place: Place, world: int, largest: int) -> Iterator[str]:
-    """Yield a line for each doubling of the world: whether the mesh fits, its speed, hours of the whole run."""
     yield from world_header(training_of(config, world), place)
     while world <= largest:
         try:

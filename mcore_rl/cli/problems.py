@@ -161,7 +161,6 @@ def _place(answer: str, generator: random.Random) -> int:
 
 
 def _kind(character: str) -> str:
-    """Return all digits for a digit, all lowercase letters for a lowercase letter, else an empty string."""
     return next((kind for kind in (string.digits, string.ascii_lowercase) if character in kind), "")
 
 

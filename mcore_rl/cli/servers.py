@@ -95,7 +95,6 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def _watch(folder: Path, servers: list[ServerProcess]) -> int:
-    """Restart servers that exit or that the training asks to restart; return 1 after giving up on a server."""
     quick_ends = dict.fromkeys(range(len(servers)), 0)
     since_s = time.time()
     while True:
@@ -186,7 +185,6 @@ def _groups(
     theirs: Sequence[Sequence[float]],
     replaced: Sequence[Tensor] | None,
 ) -> Iterator[GroupLine]:
-    """Yield a line for each group that the model has, with its weights `replaced` or nudged."""
     keys = [shard.key for shard in local_shards(chunks)]
     for name in dict.fromkeys(_group_of(key) for key in keys):
         chosen = [index for index, key in enumerate(keys) if _group_of(key) == name]
@@ -201,7 +199,6 @@ def _group_of(key: str) -> str:
 
 @contextmanager
 def _replaced(chunks: Sequence[nn.Module], chosen: Sequence[int], replaced: Sequence[Tensor] | None) -> Iterator[None]:
-    """Context with other weights in the shards with indices `chosen`."""
     shards = list(local_shards(chunks))
     kept = {index: shards[index].data.detach().clone() for index in chosen}
     for index in chosen:

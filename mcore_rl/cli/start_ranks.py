@@ -22,9 +22,7 @@ from mcore_rl.workers.launcher import launch_local, under_launcher
 
 
 def start_ranks(command: Command, args: argparse.Namespace) -> int:
-    """Run as a rank of `command` under a launcher. Without a launcher, start its ranks on this machine and wait for
-    them.
-    """
+    """Run as a rank of `command` under a launcher; else start its ranks here and wait for them."""
     name, overrides = command.given(args)
     path, argv = Path(name), [name, *overrides]
     if under_launcher():
@@ -49,7 +47,6 @@ def start_ranks(command: Command, args: argparse.Namespace) -> int:
 
 
 def _program_of(command: Command, config: Path, overrides: Sequence[str]) -> str:
-    """Return the name in PROGRAMS of the training program that the command starts with this config."""
     assert command.program is not None
     if not command.other_programs:
         return command.program

@@ -127,10 +127,7 @@ def write_results(study: StudyConfig, planned: Sequence[PlannedRun]) -> str:
 
 @contextmanager
 def _asked_to_stop(minutes: float | None) -> Iterator[threading.Event]:
-    """Yield an event that is set on SIGTERM between two runs and when the minutes are over.
-
-    In both cases a running run gets the signal, finishes its rollout batch and saves.
-    """
+    """Yield an event set on SIGTERM or after `minutes`; a running run gets the signal, and saves."""
     asked = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: asked.set())
 

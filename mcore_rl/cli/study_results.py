@@ -145,7 +145,6 @@ def read_run(arm: str, seed: int, folder: Path) -> StudyRun:
 
 
 def _short(value: float) -> float:
-    """Return the value rounded to DIGITS digits, to keep the rows of a study small."""
     return float(f"{value:.{DIGITS}g}")
 
 
@@ -373,7 +372,6 @@ def as_svg(rows: Sequence[StudyRow]) -> str:
 
 
 def _figure(figure: StudyFigure, curves: Sequence[Curve]) -> list[str]:
-    """Return a figure with its area's origin at 0, 0; the vertical axis begins at 0 or below."""
     first, last = min(curve.xs[0] for curve in curves), max(curve.xs[-1] for curve in curves)
     # With two seeds bands may be far wider than the lines, so the lines decide the axis.
     most = max(max(curve.means) for curve in curves) or 1.0
