@@ -34,10 +34,7 @@ BANDS = {
 def line_charts(
     figures: Sequence[Figure | Band], runs: Sequence[RunRecord], run_indices: Sequence[int]
 ) -> Iterator[Chart]:
-    """Yield the charts of `figures` that a run has numbers for; `run_indices` are the indices of `runs` on the page.
-
-    Accuracies on held-out prompts are on one chart only where they were measured under the same conditions.
-    """
+    """Yield the charts of `figures` with numbers; accuracies share one only under the same conditions."""
     indexed = list(zip(run_indices, runs, strict=True))
     for figure in figures:
         if not (isinstance(figure, Figure) and figure.lines[0].metric == ACCURACY):
@@ -152,7 +149,6 @@ def _series(series: Series, bins: Sequence[range], run_index: int, metric: str) 
 
 
 def _fitting(line: Line, run: RunRecord) -> list[tuple[str, str]]:
-    """Return names and labels of the run's metrics that a line stands for."""
     if "*" not in line.metric:
         return [(line.metric, line.label)]
     before, after = line.metric.split("*")

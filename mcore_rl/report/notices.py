@@ -42,9 +42,7 @@ def notices(run: RunRecord) -> list[Notice]:
 
 
 def _failures(run: RunRecord) -> Iterator[Notice]:
-    """Yield an error for each attempt with a failure that its launcher recorded; the file was once [rank, status,
-    text].
-    """
+    """Yield an error for each failure that a launcher recorded."""
     for path in _of_attempts(run, "failure.json"):
         with suppress(ValueError, LookupError, TypeError):  # the launcher was killed while it wrote
             found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
@@ -63,7 +61,6 @@ def _of_attempts(run: RunRecord, pattern: str) -> Iterator[Path]:
 
 
 def _state(run: RunRecord) -> Iterator[Notice]:
-    """Yield a warning for a run that is not done, and for losses that are not finite."""
     steps = run.config.get("train", {}).get("steps")
     if not run.done:
         yield Notice("warning", f"not done: the last step recorded is {run.last_step} of {steps}")
@@ -75,7 +72,6 @@ def _state(run: RunRecord) -> Iterator[Notice]:
 
 
 def _events(run: RunRecord) -> Iterator[Notice]:
-    """Yield the warnings in the run's log; equal warnings are counted."""
     counts = Counter(event.text for event in run.events if event.text.startswith("warning: "))
     for text, times in counts.items():
         yield Notice("warning", text.removeprefix("warning: ") + (f" ({times} times)" if times > 1 else ""))

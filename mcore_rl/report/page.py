@@ -39,12 +39,7 @@ class LiveServer(socketserver.ThreadingTCPServer):
     daemon_threads = True
 
     def __init__(self, run_dirs: Sequence[Path], port: int) -> None:
-        """Make the page and listen on `port` of 127.0.0.1; 0: on any free port.
-
-        Raises:
-            DataError: for a folder that is not a run.
-            ConfigError: if the port cannot be had.
-        """
+        """Listen on `port` of 127.0.0.1 (0: a free one); DataError for no run, ConfigError for the port."""
         self._run_dirs, self._lock, self._made = run_dirs, Lock(), ("", b"")
         if not 0 <= port < 1 << 16:
             raise ConfigError(f"--port {port} is no port. Choose one below 65536, or 0 for any that is free.")
@@ -174,10 +169,7 @@ class RunView:
 
 
 def write_report(run_dirs: Sequence[Path], output: Path) -> list[Notice]:
-    """Write the page of some runs to `output`, atomically, and return their warnings.
-
-    ConfigError where something other than an earlier page is there, or it lies in a run.
-    """
+    """Write the page of some runs; return their warnings. ConfigError unless `output` is free or a page."""
     refuse_replacing(
         output,
         [("a run", run_dir) for run_dir in run_dirs],

@@ -190,7 +190,6 @@ def _events(records: Sequence[Mapping[str, Any]]) -> Iterator[RunEvent]:
 
 
 def _evaluation(path: Path) -> dict[str, Any]:
-    """Return the last line that is a JSON object: `mcore-rl eval` prints one."""
     if not path.exists():
         return {}
     found: dict[str, Any] = {}

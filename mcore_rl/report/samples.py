@@ -118,7 +118,6 @@ def last_traced(run_dir: Path) -> SampledStep | None:
 
 
 def _compared(before: SampledStep, after: SampledStep) -> tuple[SampledStep, SampledStep]:
-    """Return both steps with the words marked in which the completions of the same prompt and rank differ."""
     both: tuple[list[SampleGroup], list[SampleGroup]] = ([], [])
     for old, new in zip(before.groups, after.groups, strict=True):
         pairs = [word_diff(a.text, b.text) for a, b in zip(old.completions, new.completions, strict=False)]

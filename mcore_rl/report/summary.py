@@ -192,7 +192,6 @@ def mesh_text(mesh: Mapping[str, Any]) -> str:
 
 
 def _verdict(run: RunRecord) -> str:
-    """Return whether a run of reinforcement learning learned, and the first alarm for its reward."""
     if run.stage != "rl" or (found := verdict(run.records)) is None:
         return ""
     reward = run.config["rl"].get("reward", {})
@@ -233,7 +232,6 @@ def numbers(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
 
 
 def _planned_rows(runs: Sequence[RunRecord]) -> Iterator[tuple[str, list[str]]]:
-    """Yield measured values and the predictions of `mcore-rl plan`, for runs on devices that it knows."""
     plans = [_plan(run) for run in runs]
     yield (
         "a step, measured; planned",
@@ -297,7 +295,6 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
 
 
 def _pass_at_k(run: RunRecord) -> str:
-    """Return the largest pass@k of evaluation.json as text."""
     kept = run.evaluation
     chances = {int(key.rpartition("_")[2]): kept[key] for key in kept if key.startswith("eval/pass_at_")}
     return ", ".join(f"pass@{k} {percent(float(chances[k]))}" for k in sorted(chances)[-1:])
