@@ -55,16 +55,9 @@ Settings = Mapping[str, Any]
 def load_config(program: ProgramName, config: str | Path | Settings, overrides: Settings | None = None) -> RunConfig:
     """Load the config of a training, as `mcore-rl <program> CONFIG key=value ...` does.
 
-    Args:
-        program: The training that the config is for.
-        config: A TOML file, the name of a recipe such as "tiny_moe/grpo", or the fields themselves.
-        overrides: Fields on top of `config`.
-
-    Returns:
-        The frozen config. Whether it can run on the ranks at hand is checked when it does.
-
-    Raises:
-        ConfigError: if there is no such program, or with all unknown fields and wrong values.
+    `config` is a TOML file, the name of a recipe such as "tiny_moe/grpo", or the fields themselves; `overrides` come on
+    top. Whether the config can run on the ranks at hand is checked when it does. Raises ConfigError if there is no such
+    program, or with all unknown fields and wrong values.
     """
     if program not in PROGRAMS:
         raise ConfigError(f"There is no program {program!r}. Name one of {', '.join(PROGRAMS)}.")
@@ -162,10 +155,8 @@ def train(
 
 
 def _written(data: Iterable[Mapping[str, Any]], program: ProgramName, run_dir: Path, undo: ExitStack) -> dict[str, Any]:
-    """Write records to the folder of their run; return the fields that name the file.
-
-    Another file of that name stays: it may be the data of a run that has just begun, or no run's. A file that this call
-    makes is deleted by `undo`, so that after a start without a step other records may be given.
+    """Write records to the folder of their run; return the fields that name the file. Another file of that name stays.
+    A file that this call makes is deleted by `undo`, so that after a start without a step other records may be given.
     """
     if program == "pretrain":
         raise ConfigError('train("pretrain", ...) reads encoded documents. Write data to files, and call preprocess.')
@@ -194,14 +185,9 @@ def is_done(run_dir: str | Path) -> bool:
 
 
 def read_metrics(run_dir: str | Path) -> dict[str, dict[int, Any]]:
-    """Read the metrics of a run, also while it is running.
-
-    Returns:
-        Metric name -> step -> value, such as `read_metrics(run)["train/loss_nats"][20]`. A value is a number, or a
-        list of lists for a matrix; docs/fields/metrics.md explains every name.
-
-    Raises:
-        DataError: when the run has logged nothing yet.
+    """Read the metrics of a run, also while it is running: name -> step -> value, a number or a list of lists, such as
+    `read_metrics(run)["train/loss_nats"][20]`; docs/fields/metrics.md explains the names. Raises DataError when the run
+    has logged nothing yet.
     """
     metrics: dict[str, dict[int, Any]] = {}
     for record in read_records(Path(run_dir, FILE_NAME)):
@@ -214,7 +200,6 @@ def read_metrics(run_dir: str | Path) -> dict[str, dict[int, Any]]:
 
 
 def _values(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics of a record. Numbers that are not finite, which JSON lacks, are strings in the file."""
     return {
         name: float(value) if value in ("nan", "inf", "-inf") else value
         for name, value in record.items()
@@ -223,26 +208,16 @@ def _values(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def train_tokenizer(inputs: Sequence[str | Path], output: str | Path, *, vocab_size: int) -> Path:
-    """Train a sentencepiece tokenizer on JSON lines or text files, as `mcore-rl data tokenizer` does.
-
-    Returns:
-        `output`, for `data.tokenizer.path` and `preprocess`.
-
-    Raises:
-        DataError: when a file cannot be read, or `output` exists.
+    """Train a sentencepiece tokenizer on JSON lines or text files, as `mcore-rl data tokenizer` does; return `output`.
+    Raises DataError when a file cannot be read, or `output` exists.
     """
     cli.run(["data", "tokenizer", *map(str, inputs), "--output", str(output), "--vocab-size", str(vocab_size)])
     return Path(output)
 
 
 def preprocess(inputs: Sequence[str | Path], output: str | Path, tokenizer: str | Path, *, workers: int = 1) -> Path:
-    """Encode JSON lines or text files as OUTPUT.bin, .idx and .json, as `mcore-rl data preprocess` does.
-
-    Returns:
-        `output`, a prefix for `data.train`.
-
-    Raises:
-        DataError: when a file cannot be read, or the dataset exists.
+    """Encode JSON lines or text files as OUTPUT.bin, .idx and .json, as `mcore-rl data preprocess` does; return
+    `output`, a prefix for `data.train`. Raises DataError when a file cannot be read, or the dataset exists.
     """
     options = ["--output", str(output), "--tokenizer", str(tokenizer), "--workers", str(workers)]
     cli.run(["data", "preprocess", *map(str, inputs), *options])
@@ -252,13 +227,9 @@ def preprocess(inputs: Sequence[str | Path], output: str | Path, tokenizer: str 
 def import_checkpoint(
     hf_folder: str | Path, output: str | Path, *, dtype: Literal["keep", "bf16", "fp32"] = "keep", workers: int = 2
 ) -> Path:
-    """Convert safetensors of Hugging Face's format to a checkpoint, as `mcore-rl convert import` does.
-
-    Returns:
-        `output`, which `checkpoint.load` takes on every mesh.
-
-    Raises:
-        McoreRlError: when the model is not supported, a tensor is missing or left over, or `output` exists.
+    """Convert safetensors of Hugging Face's format to a checkpoint, as `mcore-rl convert import` does; return `output`,
+    which `checkpoint.load` takes on every mesh. Raises McoreRlError when the model is not supported, a tensor is
+    missing or left over, or `output` exists.
     """
     return _convert("import", hf_folder, output, "--dtype", dtype, "--workers", str(workers))
 
@@ -271,20 +242,10 @@ def export_checkpoint(
     dtype: Literal["keep", "bf16", "fp32"] = "keep",
     workers: int = 2,
 ) -> Path:
-    """Convert a checkpoint, or the newest one of a run, to a folder for transformers and vLLM.
+    """Convert a checkpoint, or the newest one of a run, to a folder for transformers and vLLM; return `output`.
 
-    Args:
-        checkpoint: A checkpoint of any mesh, or the folder of a run.
-        output: The folder to write.
-        reference: A folder of the same model, of which config and tokenizer are copied; None: neither is.
-        dtype: Type of the weights; biases of experts stay float32.
-        workers: Number of processes.
-
-    Returns:
-        `output`.
-
-    Raises:
-        McoreRlError: when the family has no such model in transformers, or `output` exists.
+    Config and tokenizer are copied from `reference`, a folder of the same model; None: neither is. Biases of experts
+    stay float32. Raises McoreRlError when the family has no such model in transformers, or `output` exists.
     """
     options = [] if reference is None else ["--reference", str(reference)]
     return _convert("export", checkpoint, output, "--dtype", dtype, "--workers", str(workers), *options)

@@ -33,10 +33,7 @@ class PythonCorpus:
 
 
 def write_python_corpus(folder: Path, *, max_bytes: int = 8 << 20) -> PythonCorpus:
-    """Write FOLDER/train.jsonl and valid.jsonl: modules by the hash of their path, up to `max_bytes`.
-
-    The same interpreter gives the same files, wherever it is installed.
-    """
+    """Write FOLDER/train.jsonl and valid.jsonl: modules by their path's hash; the same for the same interpreter."""
     library = Path(sysconfig.get_paths()["stdlib"])
     train: list[str] = []
     valid: list[str] = []
@@ -70,7 +67,6 @@ def write_python_corpus(folder: Path, *, max_bytes: int = 8 << 20) -> PythonCorp
 
 
 def _modules(library: Path) -> list[str]:
-    """Return the paths below the library, with forward slashes."""
     found = []
     for folder, folders, names in os.walk(library):
         folders[:] = [name for name in folders if name not in LEFT_OUT]
@@ -80,7 +76,6 @@ def _modules(library: Path) -> list[str]:
 
 
 def _is_module(name: str) -> bool:
-    """Return whether this is source that is the same on every machine."""
     return name.endswith(".py") and not name.startswith("_sysconfigdata")
 
 
@@ -89,7 +84,6 @@ def _hash(path: str) -> str:
 
 
 def _read(path: Path) -> str:
-    """Return the text; empty for the odd file that is not UTF-8."""
     try:
         return path.read_bytes().decode()
     except UnicodeDecodeError:

@@ -101,15 +101,7 @@ MORE_ARMS = ("ppo",)
 
 
 def stages(folder: Path, steps: int, more_arms: Sequence[str] = (), settings: Sequence[str] = ()) -> list[Stage]:
-    """Return the stages in order; all numbers of steps grow with those of pretraining, and those of a very short run
-    have less text and fewer prompts too.
-
-    Args:
-        folder: folder of all results.
-        steps: steps of pretraining.
-        more_arms: arms of reinforcement learning, of MORE_ARMS, beside ARMS.
-        settings: fields that every training and evaluation has, over its own.
-    """
+    """Return the stages, of `steps` steps or in proportion; `more_arms` of MORE_ARMS, `settings` for all runs."""
     arms = (*ARMS, *more_arms)
     return [
         *_pretraining(folder, steps, settings),
@@ -263,7 +255,6 @@ def _reporting(folder: Path, steps: int, arms: Sequence[str], shared: Sequence[s
 
 
 def _lasting(steps: int, warmup: int) -> tuple[str, str]:
-    """Return the overrides for `steps` steps: the recipe's warm-up, or a quarter of a very short run."""
     return f"train.steps={steps}", f"optim.warmup_steps={min(warmup, steps // 4)}"
 
 

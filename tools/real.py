@@ -67,13 +67,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
 def stages(folder: Path, settings: Sequence[str] = (), batches: int | None = None) -> list[Stage]:
-    """Return the stages in order.
-
-    Args:
-        folder: Folder of all results.
-        settings: Fields that every training and evaluation has, over its own.
-        batches: Rollout batches of each arm of reinforcement learning, and steps of fine-tuning; None: the recipes'.
-    """
+    """Return the stages; `settings` are fields of all runs, `batches` those of each arm (None: the recipes')."""
     dense, mixture, problems, sft = (folder / "smollm2", folder / "mixture", folder / "copying.jsonl", folder / "sft")
     shared = (*SHARED, *settings)
     lasting = () if batches is None else (f"train.steps={2 * batches}", "optim.warmup_steps=0")

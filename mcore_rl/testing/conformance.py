@@ -109,18 +109,11 @@ def conformance(
     max_changed: float = 0.01,
     is_router: Callable[[str], bool] = lambda name: "router" in name,
 ) -> Conformance:
-    """Run the kit. It starts each mesh once, and the first mesh twice.
+    """Run the kit, which starts each mesh once and the first, usually one rank, twice.
 
-    Args:
-        run: the program under test.
-        model: dimensions of its model.
-        meshes: mesh names for `run`. All meshes are compared with the first, usually a single rank.
-        imposes: whether the program can impose routes; a rollout engine may only record them.
-        faults: variants of the program, each with a fault, to run on the last mesh; None: no such rows.
-        tolerance: largest relative difference of logprobs that counts as rounding.
-        gradient_tolerance: largest difference of a gradient, relative to its norm, that counts as rounding.
-        max_changed: largest fraction of recorded experts in which meshes may differ because of rounding.
-        is_router: whether the parameter of this name belongs to a router.
+    `imposes`: the program can impose routes. `faults`: faulty variants, run on the last mesh. `tolerance` and
+    `gradient_tolerance`: largest relative differences that are rounding. `max_changed`: largest fraction of experts in
+    which meshes may differ. `is_router`: whether a parameter's name is a router's.
     """
     (first,) = run(meshes[0], [ReplayPass(kind="record", weights="old")])
     problems = [first.error] if first.error else list(format_problems(first.routes, model))
@@ -362,9 +355,7 @@ def _fault(
 
 
 def largest_change(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
-    """Return the largest difference over tokens, relative to the wanted number or to 1e-2 if that is larger; inf for
-    NaN and for different shapes.
-    """
+    """Return the largest difference relative to the wanted number, or 1e-2 if larger; inf for NaN, other shapes."""
     if [tuple(x.shape) for x in found] != [tuple(x.shape) for x in wanted]:
         return float("inf")
     changes = [
@@ -376,10 +367,7 @@ def largest_change(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
 
 
 def gradient_change(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
-    """Return the largest norm of a gradient's difference, relative to the gradient's norm; inf if a name is missing.
-
-    The norm to divide by is at least a millionth of the largest gradient norm.
-    """
+    """Return the largest norm of a gradient's difference, relative to its own; inf if one is missing."""
     if found.keys() != wanted.keys():
         return float("inf")
     norms = {name: float(gradient.double().norm()) for name, gradient in wanted.items()}
