@@ -116,10 +116,11 @@ setup(
     packages=find_packages(include=["mcore_rl", "mcore_rl.*"]),
     package_data={
         "mcore_rl": ["py.typed"],
+        "mcore_rl.cli": ["*.toml"],
         "mcore_rl.config": ["*.toml"],
         "mcore_rl.metrics": ["*.toml"],
         "mcore_rl.megatron": ["compiled.cpp", "compiled_attention.cpp", "compiled_products.h"],
-        "mcore_rl.report": ["page/*", "page/vendor/*"],
+        "mcore_rl.report": ["*.toml", "page/*", "page/vendor/*"],
     },
     cmdclass={"build_py": WithLaunchFiles},
     python_requires=">=3.11",

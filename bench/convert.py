@@ -43,7 +43,7 @@ from bench.clock import (
     ratio_over_rounds,
     write_results,
 )
-from mcore_rl.cli.commands.models import num_bytes
+from mcore_rl.cli.commands import num_bytes
 from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings
 from mcore_rl.convert.copying.copier import convert

@@ -12,9 +12,7 @@ import textwrap
 from collections.abc import Sequence
 
 from mcore_rl import __version__
-from mcore_rl.cli.commands.data import DATA
-from mcore_rl.cli.commands.models import MODELS
-from mcore_rl.cli.commands.training import CLUSTER, LOOK, TRAIN
+from mcore_rl.cli.commands import COMMAND_GROUPS, COMMANDS
 from mcore_rl.config.recipes import recipes
 from mcore_rl.errors import (
     INTERRUPTED_STATUS,
@@ -26,10 +24,6 @@ from mcore_rl.errors import (
 )
 from mcore_rl.storage.files import disk_error, open_standard_streams
 
-COMMAND_GROUPS = {"train": TRAIN, "data": DATA, "models": MODELS, "cluster": CLUSTER, "look": LOOK}
-"""All commands by subject, in the order of the overview."""
-COMMANDS = {name: command for group in COMMAND_GROUPS.values() for name, command in group.items()}
-"""Every command by name; a name of two words is a command in a group, such as `mcore-rl data tokenizer`."""
 WIDTH = 80
 """Width of the overview in columns."""
 MIN_WIDTH = 60

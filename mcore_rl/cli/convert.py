@@ -12,7 +12,7 @@ from typing import Literal
 
 from rich.console import Console
 
-from mcore_rl.cli.commands.models import convert_arguments
+from mcore_rl.cli.commands import COMMANDS
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.convert.check import LOGITS_BYTES, compare, contents, plan_check
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings
@@ -265,7 +265,7 @@ def _check(args: argparse.Namespace) -> None:
             f"convert {args.action} takes {' or '.join(map(str, wanted))} folders, got {len(args.paths)}."
         )
     parser = argparse.ArgumentParser(add_help=False)
-    convert_arguments(parser)
+    COMMANDS["convert"].arguments(parser)
     options = (option for option in parser._actions if option.option_strings)
     given = [option.dest for option in options if getattr(args, option.dest) != option.default]
     for name in given:

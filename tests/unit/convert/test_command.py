@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.cli.cli import main
-from mcore_rl.cli.commands.models import num_bytes
+from mcore_rl.cli.commands import num_bytes
 from tests.conversion import assert_same, read_hf, saved
 
 
