@@ -16,7 +16,6 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.storage.files import write_atomically
 
 REPORT = "report.txt"
-"""File of the first node's report on all nodes."""
 SOUND, FAULTY = "nothing is broken", "faulty"
 """Last lines of a report."""
 ANSWER_S = 300.0

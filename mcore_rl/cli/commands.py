@@ -34,7 +34,6 @@ class Command:
     summary: str
     example: str
     arguments: Declare
-    """Declares the arguments."""
     module: str
     """Module of `main`, or, with `program`, a module with a `main(argv)` that runs one rank of the command."""
     main: str = "main"

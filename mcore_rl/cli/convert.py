@@ -32,7 +32,6 @@ from mcore_rl.storage.files import is_event_log, refuse_overlap
 from mcore_rl.storage.folders import cached_or_given, is_hf, read_config, read_run, run_of_checkpoint
 
 MAX_LINES = 100
-"""Largest number of differences to list."""
 OF_EACH = {"workers", "max_ram", "overwrite", "log"}
 """Options that every action accepts."""
 OF_ACTION = {

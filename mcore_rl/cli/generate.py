@@ -28,7 +28,6 @@ from mcore_rl.workers.imports import checkpoint_of, ensure_imported
 from mcore_rl.workers.rank_guard import rank_guard
 
 MAX_REQUESTS = 64
-"""Largest number of requests to a server at a time."""
 
 
 def main(args: argparse.Namespace) -> int:

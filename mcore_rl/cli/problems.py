@@ -23,11 +23,8 @@ from mcore_rl.storage.run_config import load_run_config
 FIRST_INDEX = 2**32
 """Index of the first problem. Reinforcement learning counts from 0, so the problems differ."""
 FIRST_VALID_INDEX = 2**33
-"""Index of the first validation problem."""
 SHOWN = 400
-"""Number of characters to show of a prompt or reference."""
 FAILED_STATUS = 1
-"""Exit status if a score failed."""
 
 
 def write_problems(args: argparse.Namespace) -> int:

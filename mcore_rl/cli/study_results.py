@@ -69,11 +69,9 @@ class StudyRun:
     seed: int
     is_done: bool
     rollouts: int = 0
-    """Rollout batches trained on so far."""
     commit: str = ""
     """Commit of the code at the run's first start."""
     starts: int = 0
-    """Number of starts, including resumes."""
     versions: Mapping[str, str] = field(default_factory=dict)
     machine: Mapping[str, str | int] = field(default_factory=dict)
     series: Mapping[str, Sequence[float | None]] = field(default_factory=dict)

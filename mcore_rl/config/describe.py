@@ -23,7 +23,6 @@ class FieldDoc:
     """A field's dotted key, type in words, default as TOML ("" without); one record for each set of kinds."""
 
     section: type[Section]
-    """Section that contains the field."""
     key: str
     annotation: Any
     type: str
@@ -50,10 +49,8 @@ class Choice:
     """Some of the kinds of a section that is a union by kind."""
 
     key: str
-    """Key of the field `kind`."""
     kinds: tuple[str, ...]
     variants: tuple[type[Section], ...]
-    """All members of the union."""
 
     def includes(self, values: Mapping[str, Any]) -> bool:
         """Return whether these kinds include the value of `kind` in `values`, or its default."""

@@ -16,13 +16,9 @@ class Machine:
     """Properties of the machine that flags set to "auto" depend on."""
 
     is_cuda: bool
-    """Whether tensors live on GPUs."""
     has_te_layers: bool
-    """Whether the layers are TransformerEngine's."""
     world_size: int
-    """Number of ranks."""
     kernels: frozenset[Kernel] = frozenset()
-    """Fused kernels that are installed."""
     capability: int | None = None
     """Major compute capability of the GPU: 9 is Hopper, 10 and 12 are Blackwell; None if unknown."""
 

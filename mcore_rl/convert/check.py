@@ -70,7 +70,6 @@ class CheckpointContents:
 
     path: Path
     properties: dict[str, Any]
-    """Format, family, step and sums, in the order in which they are printed."""
     tensors: list[TensorEntry]
 
     def lines(self) -> list[str]:
@@ -147,7 +146,6 @@ def _dtype_name(dtype: object) -> str:
 AS_WRITTEN = "as written (CRC-32)"
 NOTHING_RECORDED = "nothing was recorded when it was written"
 MAX_LISTED = 3
-"""Largest number of names listed in a finding."""
 DATASET_ENDINGS = (".bin", ".idx", ".json")
 
 
@@ -157,7 +155,6 @@ class CheckedFile:
 
     name: str
     num_bytes: int | None
-    """Length of the file; None if it is missing."""
     finding: str
     """The comparison that was made, the damage, or the part that could not be checked."""
     verdict: Literal["sound", "damaged", "not understood"]
@@ -168,9 +165,7 @@ class CheckPlan:
     """The files that a check will read."""
 
     title: str
-    """The checked path, and its kind."""
     checks: Sequence[Callable[[], CheckedFile]]
-    """A check for each file."""
 
     def run(self, workers: int) -> Iterator[CheckedFile]:
         """Yield the findings in the order of the files, reading `workers` files at a time."""

@@ -93,15 +93,12 @@ class ExportOptions:
     dtype: OutputDtype = "keep"
     """Type of the weights; expert biases stay fp32, or with "keep" in the type that they were imported from."""
     mtp: MtpLayers = "keep"
-    """Whether layers for multi-token prediction are kept or left out."""
     quantize: Quantization = "none"
     """`int4`, `fp8`: tensors that the reference has in such blocks are written in them."""
     text: ModelText | None = None
     """The tokenizer that the model was trained with; None for the reference's, if any."""
     run: Path | None = None
-    """Folder of the run that trained the model, for the model card."""
     merges: bool = False
-    """Whether low-rank adapters are added to the weights."""
 
 
 def plan_export(source: Path, folder: Path, options: ExportOptions, settings: CopySettings) -> Conversion:

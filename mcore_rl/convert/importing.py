@@ -88,9 +88,7 @@ FORMAT = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-"""Contents of FORMAT_FILE, as Megatron writes them."""
 OBJECTS = "__objects_0.distcp"
-"""File of the objects that are not tensors."""
 
 
 class DistWriter:
@@ -209,9 +207,7 @@ class ImportOptions:
     dtype: OutputDtype = "keep"
     """Type of the weights; expert biases stay fp32."""
     mtp: MtpLayers = "keep"
-    """Whether layers for multi-token prediction are kept or left out."""
     keys: KeyNames = "te"
-    """Names of the keys."""
     layers: LayerGrouping | None = None
     """Grouping of layers in keys; None for the grouping that training reads and writes."""
     vocab_multiple: int | None = None

@@ -37,7 +37,6 @@ KIND = "export --adapter"
 TENSORS = "adapter_model.safetensors"
 LINEAR = re.compile(r"\.(linear_\w+)\.weight$")
 PREFIX = "base_model.model."
-"""Prefix of peft's tensor names."""
 HEAD = "score"
 """Module of transformers' scalar head, which peft saves whole."""
 HEADS = {HEAD, "classifier"}
@@ -116,9 +115,7 @@ class AdaptedModel:
 
     model: ModelConfig
     weights: WeightMap
-    """Map of its weights by Megatron's keys."""
     adapters: Mapping[str, StoredAdapter]
-    """Its adapters, by the keys of the weights that they adapt."""
     dtype: Callable[[str], torch.dtype]
     """Gives the type of a tensor."""
 

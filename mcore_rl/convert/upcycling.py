@@ -41,9 +41,7 @@ class UpcycleOptions:
     """User options for the mixture made from a dense model."""
 
     num_experts: int
-    """Number of experts per layer, as in the config of the output."""
     top_k: int
-    """Number of experts per token, as in the config of the output."""
     granularity: int = 1
     """Slices that a copy of the MLP is cut into, each of them an expert."""
     shared: int | None = None
@@ -53,9 +51,7 @@ class UpcycleOptions:
     router_std: float | None = None
     """Standard deviation of the routers' weights; None for `initializer_range` of config.json."""
     seed: int = 0
-    """Seed of the routers and the noise."""
     dtype: OutputDtype = "keep"
-    """Type of the weights."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,7 +142,6 @@ class SteppedAnswer:
 
     ids_T: tuple[int, ...]
     is_answer_T: tuple[bool, ...]
-    """True at the tokens of the answer."""
     tokens: tuple[int, ...]
     """Index in `ids_T` of the last token of each step; for the last step, the last token."""
 

@@ -18,7 +18,6 @@ class PackedSpans:
     cu_seqlens: Tensor
     """Cumulative lengths, int32 [spans + 1] on the CPU: 0, the first length, ..., all positions of all rows."""
     max_length: int
-    """Tokens of the longest span."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

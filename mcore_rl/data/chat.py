@@ -25,7 +25,6 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """Opening tag of the assistant's text, in templates that mark it."""
 WORD = re.compile("[A-Za-z0-9]+")
 SHOWN = 60
-"""Characters of a text in an error."""
 Message = Mapping[str, Any]
 
 

@@ -170,7 +170,6 @@ class MarkedTokenizer:
     def __init__(self, encoder: TextEncoder) -> None:
         self._encoder = encoder
         self.added = encoder.added
-        """Tokens that are found in a text before it is cut, by id."""
         self._special = {token.content: index for index, token in self.added.items() if token.special}
         # A mark in a content is hidden as well, which makes hiding reversible for any content.
         self._names = [*sorted(self._special, key=len, reverse=True), MARK]

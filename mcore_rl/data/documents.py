@@ -44,7 +44,6 @@ class DocumentFormat:
     kind: Literal["jsonl", "text"]
     """Records, of JSON lines or any other form that `read_records` reads; or plain text."""
     key: str = "text"
-    """Field that holds the text, in records."""
     separator: str | None = None
     """Line that separates two documents of plain text; "" is a blank line, None makes each file one document."""
 

@@ -14,7 +14,6 @@ from mcore_rl.data.shapes import EARLIER, Dialogue, read_tools, recognise, refus
 from mcore_rl.errors import DataError
 
 MEND = "name its fields: data.messages_field, or data.prompt_field and data.response_field"
-"""End of the errors on records without a conversation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +22,6 @@ class Examples:
 
     ids_T: NDArray[numpy.int32]
     assistant_mask_T: NDArray[numpy.bool_]
-    """True on the assistant's tokens."""
     starts_N: NDArray[numpy.int64]
     """Offset of each conversation's first token, and finally the end of the last conversation."""
     source_sizes: tuple[int, ...]

@@ -37,7 +37,6 @@ class IndexFile:
 
     prefix: str
     dtype: numpy.dtype[Any]
-    """Type of the tokens in the .bin."""
     lengths_N: NDArray[numpy.int32]
     """Tokens of each sequence; preprocessed text has one sequence a document."""
     fingerprint: str
@@ -187,19 +186,16 @@ class Sidecar:
     vocab_size: int
     eod_id: int
     max_token_id: int
-    """The largest id in the data."""
     documents: int
     tokens: int
     """Number of tokens, end-of-document tokens included."""
     dtype: str
-    """Type of the tokens in the .bin."""
     bad_lines: int
     """Number of lines, or of documents of plain text, that were left out."""
     sources: tuple[SourceFile, ...]
     bin_crc32: str = ""
     """CRC-32 of the .bin in hexadecimal; empty, as the next: an earlier version did not record it."""
     idx_crc32: str = ""
-    """CRC-32 of the .idx in hexadecimal."""
 
     def to_json(self) -> bytes:
         """Return the content of the file."""

@@ -134,7 +134,6 @@ class PackingLimits:
     """Limits on the lengths of packed sequences of prompts and completions; a microbatch is a packed sequence."""
 
     max_tokens: int
-    """Longest packed sequence."""
     multiple: int
     """The length of every packed sequence is a multiple of this, or `max_tokens`."""
     sample_multiple: int

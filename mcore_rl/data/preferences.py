@@ -62,7 +62,6 @@ class Preferences:
     num_skipped: int
     """Groups that were left out because they are too long."""
     num_skipped_ties: int
-    """Ties that were left out."""
     bad_lines: tuple[str, ...] = ()
     """File, line and reason of each line that was left out because it is not a comparison."""
     notes: tuple[str, ...] = ()

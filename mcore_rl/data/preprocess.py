@@ -67,13 +67,10 @@ class PreprocessOptions:
     """Inputs, output and settings of a preprocessing."""
 
     inputs: tuple[Path, ...]
-    """Files, or folders of files, in the order of their documents."""
     output: Path
-    """Prefix of the dataset."""
     tokenizer: TokenizerConfig
     document_format: DocumentFormat
     workers: int = 1
-    """Number of processes that tokenize."""
     max_bad: float = MAX_BAD
     """Share of the documents that may be bad: they are reported and left out. With more, the run ends."""
     overwrite: bool = False

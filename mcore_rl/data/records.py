@@ -67,7 +67,6 @@ BEGINS: dict[bytes, Any] = {
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 BOM = codecs.BOM_UTF8
 DAMAGED = (OSError, EOFError, lzma.LZMAError, zlib.error, UnicodeError, csv.Error)
-"""Errors of reading a file that is missing, damaged or cut off."""
 PLACEHOLDER = re.compile(r"\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\}")
 ROWS_AT_A_TIME = 1024
 MAX_BAD = 0.01
@@ -83,7 +82,6 @@ class Record:
     line: int
     """Line or row, from 1."""
     file: str
-    """File that contains the record, or the name of the dataset."""
     entry: Mapping[str, Any] | None = None
     problem: str = ""
 

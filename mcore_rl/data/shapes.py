@@ -121,7 +121,6 @@ NAMES = {
 }
 PROMPTS = frozenset(key for keys in ANSWERS for key in keys)
 SYSTEM = ("system", "system_prompt")
-"""Fields with a system prompt."""
 EARLIER = (*SYSTEM, "history")
 """Fields with what stands before a prompt."""
 ULTRAFEEDBACK_SCORES = ("overall_score", "fine-grained_score")
@@ -137,7 +136,6 @@ class Dialogue:
     num_prompt: int
     """Number of turns in the prompt; the remaining turns are the answer."""
     used: frozenset[str]
-    """Fields of the record that were read."""
 
     @property
     def prompt(self) -> str | list[Message]:

@@ -350,7 +350,6 @@ class TiktokenTokenizer:
         file = self.file = TiktokenFile(folder)
         """The encoding, which a chat reads with the places of tokens."""
         names = self.special_tokens = _special_names(folder)
-        """Text of the special tokens, by name (`eos_token` and the like)."""
         self.digest = file.digest
         self.vocab_size = file.vocab_size
         self.special_ids = frozenset(index for index, token in file.added.items() if token.special)

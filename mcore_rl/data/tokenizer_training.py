@@ -35,7 +35,6 @@ class TokenizerTraining:
 
     inputs: tuple[Path, ...]
     output: Path
-    """Path of the .model file."""
     document_format: DocumentFormat
     vocab_size: int
     model_type: Literal["bpe", "unigram"] = "bpe"

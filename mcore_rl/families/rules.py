@@ -21,13 +21,11 @@ class LayerNames:
     mcore: str
     """Prefix of Megatron's keys."""
     is_moe: bool
-    """True for a layer with experts."""
     mixer: Mixer = "attention"
     """The part of the layer that mixes positions."""
     index: tuple[int, ...] = ()
     """The layer's index on each leading axis of Megatron's tensors, as in `WeightRule`."""
     lead: Shape = ()
-    """Sizes of these axes."""
 
     def vector(self, key: str, name: str, size: int) -> WeightRule:
         """Return the rule for a vector that is the same on both sides."""

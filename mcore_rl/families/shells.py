@@ -20,7 +20,6 @@ class Shell:
     prefixes: Mapping[str, str]
     """Name prefix of the text model's tensors in the folder -> prefix in the family's names."""
     passing: tuple[str, ...]
-    """Name prefixes of all other tensors."""
     is_tied: bool | None
     """Whether embeddings are tied by default; None if config.json must set it."""
     fixed: Mapping[str, Any] = field(default_factory=dict)

@@ -45,9 +45,7 @@ class HfRows:
     name: str
     """Complete name of the tensor."""
     start: int
-    """Index of the first row."""
     stop: int
-    """Index after the last row."""
     step: int = 1
     """Distance from each row to the next."""
     at: tuple[int, ...] = ()
@@ -91,7 +89,6 @@ class WeightBlock:
     mcore_key: str
     mcore_where: Region
     transposed: bool = False
-    """True if the last two axes of the two sides are swapped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +109,6 @@ class WeightMap:
     hf_shapes: Mapping[str, Shape]
     """Shapes of Hugging Face's tensors, without duplicates."""
     mcore_shapes: Mapping[str, Shape]
-    """Shapes of Megatron's tensors."""
     padding: tuple[tuple[str, Region], ...]
     """Regions of Megatron tensors, as (key, region), that are set to zero on import and left out on export."""
     fp32_keys: frozenset[str]

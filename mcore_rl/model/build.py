@@ -32,7 +32,6 @@ class LocalShard:
     """A region of a global tensor, and its memory on this rank."""
 
     key: str
-    """Name of the global tensor in checkpoints."""
     where: tuple[int | slice, ...]
     """Region as one int or slice for each axis of the global tensor."""
     global_shape: tuple[int, ...]

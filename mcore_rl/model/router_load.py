@@ -26,7 +26,6 @@ class ExpertLoads:
     dropped_L: Tensor
     """Number of a layer's choices that were dropped because the expert was full, int64."""
     num_layers: int
-    """Number of layers, not counting MTP layers."""
     losses: Mapping[str, float] = field(default_factory=dict)
     """Balance loss and z-loss, by metric: means over tokens, then over layers. A loss that no training pass has
     computed is left out."""

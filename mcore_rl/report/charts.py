@@ -21,7 +21,6 @@ MAX_POINTS = 400
 MAX_FRAMES, MAX_CELLS = 40, 120_000
 """Tables of the experts' load of a run, and numbers in all of them together."""
 MAX_COLUMNS = 160
-"""Columns of a map of layers."""
 DIGITS = 6
 BANDS = {
     "spread": " Band: plus and minus the standard deviation within a group.",

@@ -159,7 +159,6 @@ class RunView:
     notices: list[Notice]
     samples: list[SampledStep]
     traced: SampledStep | None
-    """Samples that are shown token by token."""
     config: str
 
     @property

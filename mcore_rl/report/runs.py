@@ -58,7 +58,6 @@ class RunRecord:
 
     path: Path
     name: str
-    """Short name, unique in the report."""
     stage: Stage
     config: Mapping[str, Any]
     records: Sequence[Mapping[str, Any]]

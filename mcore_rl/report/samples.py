@@ -60,7 +60,6 @@ class SampledCompletion:
     parts: tuple[tuple[str, str], ...]
     """Text in parts, each with its kind: "same", "gone" (not in the completion after) or "new" (not in that before)."""
     reward: float | None
-    """Reward; None where a score failed."""
     reason: str
     """Remarks of the reward's parts; empty where there are none."""
     tokens: int

@@ -274,11 +274,9 @@ MALFORMED = (
     # Crafted bytes: values within values without end, and sizes beyond all memory.
     *(RecursionError, MemoryError),
 )
-"""Exceptions raised by reading a malformed pickle or archive."""
 DESCRIPTIONS = (METADATA, COMMON, FORMAT_FILE)
 """Small files that describe the large ones' content."""
 UNREADABLE = (OSError, RuntimeError, *MALFORMED)
-"""Exceptions that reading a damaged archive raises."""
 
 
 def check_descriptions(path: Path, marker: Marker) -> None:

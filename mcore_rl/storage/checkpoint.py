@@ -46,7 +46,6 @@ OWN_CRC32 = "marker_crc32"
 LATEST = "latest_checkpointed_iteration.txt"
 WRITING, DELETING, DAMAGED = "writing_", "deleting_", "damaged_"
 MAX_DIGITS = 18
-"""Largest number of digits in a step."""
 RELEASE = "release"
 """Megatron-LM's name for a checkpoint without a step, also in LATEST."""
 NAME = re.compile(r"iter_(\d+)")
@@ -65,9 +64,7 @@ class Marker:
     mesh: dict[str, int]
     """Sizes, by axis, of the mesh that wrote it."""
     model: dict[str, Any]
-    """The model's config."""
     megatron: str
-    """Version of Megatron-Core."""
     files: dict[str, int]
     """Number of bytes of every other file, by name."""
     crc32: dict[str, str] = field(default_factory=dict)

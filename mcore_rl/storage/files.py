@@ -43,7 +43,6 @@ GIB = 2**30
 MARK_BYTES = 4096
 """Bytes at the beginning of a text that are searched for the mark of the command that wrote it."""
 MAX_LISTED = 5
-"""Most files that a message lists."""
 RUN_RECORDS = ("run.json", "writer.json", "metrics.jsonl")
 """A run's folder contains at least one of these files from its first second on."""
 RUN_CONTENT = ("checkpoints", "config.toml")

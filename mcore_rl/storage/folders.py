@@ -141,7 +141,6 @@ class ModelFolder:
     chat_template: str | None = None
     """Template of the model's chats, as `data.chat_template`: the run's or the tokenizer's; None without a template."""
     platform: PlatformConfig = field(default_factory=PlatformConfig)
-    """Section `platform` of the run."""
     is_huggingface: bool = False
     """Whether the weights are Hugging Face's, which are imported before they are loaded."""
     data: tuple[str, ...] = ()
@@ -294,7 +293,6 @@ def _read_checkpoint(path: Path) -> ModelFolder:
 
 
 CACHE_VARIABLE = "MCORE_RL_CACHE"
-"""Environment variable with the folder of all imports."""
 IMPORTS = "imports"
 """Folder of imports next to a run, or in the user's cache."""
 DIGITS = 16

@@ -29,7 +29,6 @@ class RoutedModel:
     """Dimensions of the model under test."""
 
     num_layers: int
-    """Number of layers that have a router."""
     num_experts: int
     top_k: int
 

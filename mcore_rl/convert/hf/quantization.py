@@ -36,7 +36,6 @@ POWERS = "ue8m0"
 FP8_BLOCK = 128
 """Rows and columns of an fp8 block unless config.json has other numbers."""
 FP8_LARGEST = 448.0
-"""The largest number of e4m3."""
 BAND_FP8_BLOCKS = 8
 """Rows of fp8 blocks that are dequantized at a time."""
 

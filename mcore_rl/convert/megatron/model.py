@@ -282,9 +282,7 @@ class DistModel:
     """The weight map under the checkpoint's keys."""
     layout: KeyLayout
     adapters: Mapping[str, StoredAdapter]
-    """Low-rank adapters by the keys of their weights."""
     merges: bool
-    """Whether the weights are read with the adapters added."""
 
     def dtype(self, key: str) -> torch.dtype:
         """Return the type that a tensor is stored in."""

@@ -67,7 +67,6 @@ class SavedTensor:
     start: int
     """Byte of the file at which the storage begins."""
     num_bytes: int
-    """Number of bytes of the storage."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -220,7 +219,6 @@ def _write(file: io.FileIO, data: bytes | memoryview) -> None:
 
 
 MAX_PREFETCH_BYTES = 64 << 20
-"""Largest number of bytes of a part to read ahead."""
 
 
 class DistSource:

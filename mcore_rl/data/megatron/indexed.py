@@ -47,7 +47,6 @@ class TrainSource:
 
     prefix: str
     tokens: int
-    """Tokens of its part to train on."""
     share: float
     """Its weight in the blend; the weights add up to 1."""
     sequences: int
@@ -55,7 +54,6 @@ class TrainSource:
     samples: int
     """Sequences that the run reads, including a blend's reserve."""
     seq_length: int
-    """Tokens of a sequence."""
 
     def describe(self, train_samples: int) -> str:
         """Return the line for a log of a run that trains on `train_samples` sequences of all sources."""
@@ -158,9 +156,7 @@ class DataPlan:
     """Blends of train, valid and test; None where the split is not built."""
     samples: SampleCounts
     shuffle: Literal["epoch", "whole"]
-    """`data.shuffle`."""
     sources: tuple[TrainSource, ...]
-    """Datasets of the blend of train."""
     split: str
     """Megatron's notation when one blend is cut in three; empty when each split has its own prefixes."""
     tokenizer: "DatasetTokenizer"
@@ -168,7 +164,6 @@ class DataPlan:
     """Prefix -> its pair and the first token of train, valid, test and the end, where the split cuts documents; else
     empty."""
     warnings: tuple[str, ...] = ()
-    """Sentences on the differences from the config."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -70,12 +70,9 @@ class ShardReport:
     max_token_id: int
     num_bytes: int
     lines: tuple[int, ...]
-    """Number of lines of each slice."""
     num_bad: int
     bad: tuple[BadLine, ...]
-    """The first MAX_RECORDED_BAD_LINES bad lines."""
     bin_crc32: str
-    """CRC-32 of the shard's .bin in hexadecimal."""
 
 
 def plan_shards(sources: Sequence[InputFile], document_format: DocumentFormat) -> tuple[Shard, ...]:

@@ -31,7 +31,6 @@ class SortedRoutes(NamedTuple):
     row_TK: Tensor
     """Row of each index in `experts_TK`: the inverse of `order_N`."""
     counts_E: Tensor
-    """Number of rows of each expert."""
 
 
 def sort_routes(probs_TE: Tensor, routed_TE: Tensor, top_k: int) -> SortedRoutes:
@@ -238,7 +237,6 @@ class ExpertShards:
     """The part of a layer's experts that this rank holds."""
 
     num_local: int
-    """Number of experts on this rank."""
     ep_group: ProcessGroup
     tp_group: ProcessGroup
     dp_group: ProcessGroup
