@@ -4,7 +4,7 @@ import argparse
 import importlib
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -91,15 +91,8 @@ def report_differences(one: Path, other: Path, args: argparse.Namespace, progres
 
 
 def _import(source: Path, output: Path, args: argparse.Namespace, settings: CopySettings) -> Conversion:
-    options = ImportOptions(
-        dtype=args.dtype,
-        mtp=args.mtp,
-        keys=args.keys,
-        layers=args.layers,
-        vocab_multiple=args.vocab_multiple,
-        family=args.family,
-    )
-    return plan_import(source, output, options, settings)
+    options = {field.name: getattr(args, field.name) for field in fields(ImportOptions)}
+    return plan_import(source, output, ImportOptions(**options), settings)
 
 
 def _wants_logits(args: argparse.Namespace, conversion: Conversion, progress: ByteProgress) -> bool:
@@ -213,17 +206,8 @@ def _upcycle(source: Path, output: Path, args: argparse.Namespace, settings: Cop
             "convert upcycle needs the experts of a layer, and how many of them a token is sent to: --experts 8 "
             "--top-k 2."
         )
-    options = UpcycleOptions(
-        num_experts=args.experts,
-        top_k=args.top_k,
-        granularity=args.granularity,
-        shared=args.shared,
-        noise=args.noise,
-        router_std=args.router_std,
-        seed=args.seed,
-        dtype=args.dtype,
-    )
-    return plan_upcycle(source, output, options, settings)
+    options = {name: getattr(args, name) for field in fields(UpcycleOptions) if (name := field.name) != "num_experts"}
+    return plan_upcycle(source, output, UpcycleOptions(num_experts=args.experts, **options), settings)
 
 
 PLANS: dict[str, Callable[[Path, Path, argparse.Namespace, CopySettings], Conversion]] = {

@@ -20,29 +20,13 @@ from mcore_rl.metrics.metric_table import row_name
 from mcore_rl.metrics.verdict import student_t
 
 SERIES = (
-    "reward/mean",
-    "reward/accuracy",
-    "reward/groups_without_signal_fraction",
-    "rollout/completion_tokens",
-    "rollout/truncated_fraction",
-    "rollout/mismatch_kl_nats",
-    "policy/entropy_nats",
-    "policy/kl_old_nats",
-    "policy/kl_old_live_routes_nats",
-    "policy/kl_old_same_routes_nats",
-    "policy/ratio_variance",
-    "policy/ratio_variance_live_routes",
-    "policy/ratio_variance_same_routes",
-    "policy/clip_ratio_low",
-    "policy/clip_ratio_high",
-    "policy/clip_ratio_low_sequences",
-    "policy/clip_ratio_high_sequences",
-    "routes/changed_fraction",
-    "routes/changed_tokens_fraction",
-    "routes/cached_bytes",
-    "train/grad_norm",
-    "time/routes_s",
-    "rl/step_s",
+    *("reward/mean", "reward/accuracy", "reward/groups_without_signal_fraction", "rollout/completion_tokens"),
+    *("rollout/truncated_fraction", "rollout/mismatch_kl_nats", "policy/entropy_nats", "policy/kl_old_nats"),
+    *("policy/kl_old_live_routes_nats", "policy/kl_old_same_routes_nats", "policy/ratio_variance"),
+    *("policy/ratio_variance_live_routes", "policy/ratio_variance_same_routes", "policy/clip_ratio_low"),
+    *("policy/clip_ratio_high", "policy/clip_ratio_low_sequences", "policy/clip_ratio_high_sequences"),
+    *("routes/changed_fraction", "routes/changed_tokens_fraction", "routes/cached_bytes", "train/grad_norm"),
+    *("time/routes_s", "rl/step_s"),
 )
 """Metrics with a value for each rollout batch in study.json."""
 LAYER_SERIES = ("routes/layer_NN/changed_fraction", "policy/layer_NN/kl_old_routing_nats")

@@ -26,32 +26,14 @@ not a config field: it is a version in the code."""
 EVALUATED = ("data.valid", "data.test")
 """Fields within a section of EXACT that no training step reads."""
 NOT_COMPARED = (
-    *(
-        "run_dir",
-        "model.path",
-        "checkpoint",
-        "log",
-        "train.hang_s",
-        "train.hang_start_s",
-        "train.hang_save_s",
-        "train.gc_interval",
-        "platform.timeout_s",
-        "data.cache_dir",
-    ),
+    *("run_dir", "model.path", "checkpoint", "log", "train.hang_s", "train.hang_start_s", "train.hang_save_s"),
+    *("train.gc_interval", "platform.timeout_s", "data.cache_dir"),
     "rl.engine.urls",
     "lora.load",
-    *(
-        "rl.update.store",
-        "rl.advantage.critic.store",
-        "rl.loss.reference_store",
-        "rl.reward.model_store",
-        "rl.distill.store",
-    ),
+    *("rl.update.store", "rl.advantage.critic.store", "rl.loss.reference_store", "rl.reward.model_store"),
+    "rl.distill.store",
 )
 """Fields and sections that do not affect the results of a training."""
-BEFORE_FIELDS = {"data.shuffle": "whole"}
-"""Values that stand in for fields missing from a recorded config, where earlier versions behaved differently from
-today's default."""
 Contents = Mapping[str, Mapping[str, str]]
 """Field -> path -> content of each file that the field names (checks/inputs.py)."""
 NO_FILE = "no file"
@@ -89,13 +71,10 @@ def listing(changes: Sequence[ConfigChange]) -> tuple[str, str]:
 
 def config_changes(before: Mapping[str, Any], now: Section, prefix: str = "") -> list[ConfigChange]:
     """Return the fields in which a recorded config (JSON) differs from `now`, but for NOT_COMPARED."""
-    recorded = dict(leaves(before, prefix))
     there = dict(leaves(as_recorded(before, type(now)), prefix))
-    there |= {key: value for key, value in BEFORE_FIELDS.items() if key not in recorded}
-    here = dict(leaves(now, prefix))
     return [
         ConfigChange(key=key, before=there[key], now=value)
-        for key, value in here.items()
+        for key, value in leaves(now, prefix)
         if key in there and there[key] != value and not _is_in(key, NOT_COMPARED)
     ]
 

@@ -6,12 +6,10 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Annotated, Any, Literal
-
-from pydantic.fields import FieldInfo
 
 from mcore_rl.config.extension import Extension
 from mcore_rl.config.section import OWN_KIND, Section, alternatives, kinds_of, variant_of
@@ -86,10 +84,18 @@ def describe(cls: type[Section]) -> list[FieldDoc]:
 @functools.cache
 def describe_sections(cls: type[Section], prefix: str = "", choice: Choice | None = None) -> tuple[SectionDoc, ...]:
     """Return `cls` itself, then its subsections, depth first; `choice` has the kinds if `cls` is part of a union."""
-    fields = {name: cls.model_fields[name] for name in cls.model_fields}
-    inner = {name: field for name, field in fields.items() if sections_of(field.annotation)}
+    inner = {name: field for name, field in cls.model_fields.items() if sections_of(field.annotation)}
     plain = tuple(
-        _describe_field(cls, prefix + name, field, choice) for name, field in fields.items() if name not in inner
+        FieldDoc(
+            section=cls,
+            key=prefix + name,
+            annotation=field.annotation,
+            type=type_name(field.annotation, field.metadata),
+            default="" if field.is_required() else toml_value(field.get_default(call_default_factory=True)),
+            choice=choice,
+        )
+        for name, field in cls.model_fields.items()
+        if name not in inner
     )
     docs = [SectionDoc(key=prefix.rstrip("."), meaning=cls.__doc__ or "", fields=plain)]
     for name, field in inner.items():
@@ -130,13 +136,10 @@ def _describe_union(variants: tuple[type[Section], ...], prefix: str) -> Iterato
         for doc in groups.values()
         if doc.key == name
     )
-    yield SectionDoc(key=prefix.rstrip("."), meaning=_common(variants).__doc__ or "", fields=fields)
+    common = next(base for base in variants[0].__mro__ if all(issubclass(variant, base) for variant in variants))
+    yield SectionDoc(key=prefix.rstrip("."), meaning=common.__doc__ or "", fields=fields)
     for sections in described:
         yield from sections[1:]
-
-
-def _common(variants: Sequence[type[Section]]) -> type[Section]:
-    return next(base for base in variants[0].__mro__ if all(issubclass(variant, base) for variant in variants))
 
 
 def sections_of(annotation: Any) -> tuple[type[Section], ...]:
@@ -165,17 +168,6 @@ def _strings_under_fields(module: str) -> Mapping[tuple[str, str], str]:
         if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
         if isinstance(below.value.value, str)
     }
-
-
-def _describe_field(section: type[Section], key: str, field: FieldInfo, choice: Choice | None) -> FieldDoc:
-    return FieldDoc(
-        section=section,
-        key=key,
-        annotation=field.annotation,
-        type=type_name(field.annotation, field.metadata),
-        default="" if field.is_required() else toml_value(field.get_default(call_default_factory=True)),
-        choice=choice,
-    )
 
 
 def _limits(bounds: Iterable[Any]) -> Iterator[str]:
@@ -209,12 +201,8 @@ def _bare_name(annotation: Any) -> str:
     if len(alternatives(annotation)) > 1:
         return " or ".join(map(type_name, args))
     if origin in (tuple, list):
-        return _list_name(args)
+        length = "" if len(args) == 1 or args[1] is Ellipsis else f" of {len(args)}"
+        return f"a list{length}, each item {type_name(args[0])}"
     if origin is dict:
         return f"a table of names to {type_name(args[1])}"
     return getattr(annotation, "__name__", str(annotation))
-
-
-def _list_name(args: tuple[Any, ...]) -> str:
-    length = "" if len(args) == 1 or args[1] is Ellipsis else f" of {len(args)}"
-    return f"a list{length}, each item {type_name(args[0])}"

@@ -18,16 +18,8 @@ KINDS: dict[str, type[Section]] = {
     "pipeline": PipelineConfig,
     "cluster": ClusterConfig,
 }
-READERS = {
-    "pretrain": "`mcore-rl pretrain`",
-    "sft": "`mcore-rl sft`",
-    "rm": "`mcore-rl rm`",
-    "dpo": "`mcore-rl dpo`",
-    "rl": "`mcore-rl rl`",
-    "study": "`mcore-rl study`",
-    "pipeline": "`mcore-rl launch`",
-    "cluster": "`mcore-rl launch ... --cluster`",
-}
+READERS = {kind: f"`mcore-rl {kind}`" for kind in KINDS}
+READERS |= {"pipeline": "`mcore-rl launch`", "cluster": "`mcore-rl launch ... --cluster`"}
 """Kind -> the command that takes such a config."""
 ONE_PASS = "it makes one pass over a batch, with which no other is compared, so that there are no routes to replay."
 NO_REPLAY = {

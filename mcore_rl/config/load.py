@@ -72,8 +72,14 @@ def read_settings(cls: type[Section], path: Path | None, overrides: Sequence[str
     mistakes = [_not_a_field(cls, setting) for key, setting in settings.items() if key not in fields]
     chosen = fields_of(cls, settings)
     others = {key for key in settings.keys() & fields.keys() - chosen.keys() if _is_kind(fields[key], settings)}
-    mistakes += [_of_other_kind(cls, settings, key) for key in settings if key in others and not _unsets(settings[key])]
-    mistakes += [_too_large(setting) for setting in settings.values() if _is_too_large(setting.value)]
+    # "none", on the command line for a list too, clears a field that was set with lower precedence.
+    wrong = [key for key in settings if key in others and settings[key].value not in ("none", ["none"])]
+    mistakes += [_of_other_kind(cls, settings, key) for key in wrong]
+    mistakes += [
+        f"{key} = {_shown(setting.value)[:40]} {setting.source}: an integer has 64 bits at most. Lower it."
+        for key, setting in settings.items()
+        if _is_too_large(setting.value)
+    ]
     if mistakes and path is not None and any(setting.path for setting in settings.values()):
         _refuse_other_kind(cls, path, [table for _, table in tables])
     if mistakes:
@@ -110,9 +116,7 @@ def kind_of(path: Path, overrides: Sequence[str] = (), among: Sequence[str] = ()
     ConfigError if undecided.
     """
     kinds = _late("kinds")
-    tables = [table for _, table in _tables(config_file(path), ())]
-    for _, table in _override_tables({}, overrides):
-        tables.append(table)
+    tables = [table for _, table in (*_tables(config_file(path), ()), *_override_tables({}, overrides))]
     num_unknown = {
         kind: len(_unknown_keys(cls, tables)) for kind, cls in kinds.KINDS.items() if kind in (among or kinds.KINDS)
     }
@@ -226,9 +230,10 @@ def _on_top(before: Setting | None, setting: Setting, fields: Mapping[str, Field
 
 
 def _meant(annotation: Any, text: str, value: Any) -> Any:
-    if _is_text(annotation) and not isinstance(value, str):
-        return text  # run_dir=2024 means the folder of that name
     members = alternatives(annotation)
+    plain = [get_args(member)[0] if get_origin(member) is Annotated else member for member in members]
+    if str in plain and not isinstance(value, str):
+        return text  # run_dir=2024 means the folder of that name
     words = {word for member in members if get_origin(member) is Literal for word in get_args(member)}
     if isinstance(value, str) and value in words | ({"none"} if NoneType in members else set()):
         return value
@@ -236,13 +241,6 @@ def _meant(annotation: Any, text: str, value: Any) -> Any:
     if len(items) == 2 and items[1] is Ellipsis and text and not isinstance(value, list):
         return [_meant(items[0], text, value)]  # data.train=foo is a list with a single item
     return value
-
-
-def _is_text(annotation: Any) -> bool:
-    members = [
-        get_args(member)[0] if get_origin(member) is Annotated else member for member in alternatives(annotation)
-    ]
-    return str in members
 
 
 def _leaves(cls: type[Section], table: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -264,11 +262,6 @@ def _is_kind(doc: FieldDoc, settings: Mapping[str, Setting]) -> bool:
     assert doc.choice is not None
     kind = settings.get(doc.choice.key)
     return kind is None or variant_of(doc.choice.variants, kind.value) is not None
-
-
-def _unsets(setting: Setting) -> bool:
-    """Return whether the setting is "none", which clears a field that was set with lower precedence."""
-    return setting.value in ("none", ["none"])  # the word on the command line, for a field that is a list
 
 
 def _of_other_kind(cls: type[Section], settings: Mapping[str, Setting], key: str) -> str:
@@ -321,10 +314,6 @@ def _is_too_large(value: Any) -> bool:
     if isinstance(value, list):
         return any(map(_is_too_large, value))
     return isinstance(value, int) and not -(2**63) <= value < 2**63
-
-
-def _too_large(setting: Setting) -> str:
-    return f"{setting.key} = {_shown(setting.value)[:40]} {setting.source}: an integer has 64 bits at most. Lower it."
 
 
 def _nearest(key: str, known: Sequence[str]) -> str | None:

@@ -32,15 +32,9 @@ class Equivalent:
     @property
     def named(self) -> tuple[tuple[str, str], ...]:
         """All names, each with its system."""
-        of_systems = (
-            ("TRL", self.trl),
-            ("verl", self.verl),
-            ("slime", self.slime),
-            ("NeMo-RL", self.nemo_rl),
-            ("OpenRLHF", self.openrlhf),
-            ("Megatron-LM", self.megatron),
-        )
-        return tuple((system, name) for system, names in of_systems for name in names)
+        systems = {"TRL": self.trl, "verl": self.verl, "slime": self.slime, "NeMo-RL": self.nemo_rl}
+        systems |= {"OpenRLHF": self.openrlhf, "Megatron-LM": self.megatron}
+        return tuple((system, name) for system, names in systems.items() for name in names)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,6 @@ import argparse
 import difflib
 import os
 import tomllib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +35,9 @@ def config_file(path: Path, folder: Path = RECIPES) -> Path:
     files = recipe_files(folder)
     if str(path) in files:
         return files[str(path)]
-    near = _nearest(str(path), list(files))
+    # `grpo` is short for `tiny_moe/grpo`.
+    same_end = [other for other in files if other.rpartition("/")[2] == str(path).rpartition("/")[2]]
+    near = list(dict.fromkeys([*difflib.get_close_matches(str(path), files, n=3), *same_end]))[:3]
     remedy = f"Did you mean {' or '.join(near)}? " if near else ""
     raise ConfigError(f"There is no file {path}, and no recipe of that name. {remedy}`mcore-rl recipes` lists them.")
 
@@ -97,9 +98,3 @@ def _summary(text: str) -> str:
         comment.append(line.removeprefix("#").strip())
     sentence, stop, _ = " ".join(comment).partition(". ")
     return sentence + stop.strip()
-
-
-def _nearest(name: str, known: Sequence[str]) -> list[str]:
-    """Return up to three known names that are similar to `name` or end in it: `grpo` is short for `tiny_moe/grpo`."""
-    same_end = [other for other in known if other.rpartition("/")[2] == name.rpartition("/")[2]]
-    return list(dict.fromkeys([*difflib.get_close_matches(name, known, n=3), *same_end[:3]]))[:3]

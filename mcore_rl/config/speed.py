@@ -67,8 +67,10 @@ def speed_flags(
         # Megatron's overlap waits for a gradient of every weight. With several stages, the last has a copy of the
         # embedding for the multi-token-prediction layers, which gets no gradient without a pass through them.
         never_ends = mesh.pp > 1 and model.mtp_layers > 0 and not trains_mtp
-        copies = machine.is_cuda and _has_copies(mesh, model, machine.world_size)
-        reduce = gather is True or (copies and not never_ends)
+        # Without weights that other ranks have too, no gradients are summed.
+        fewest = min(mesh.tp, mesh.etp * mesh.ep) if model.is_moe else mesh.tp
+        has_copies = machine.world_size > fewest * mesh.pp
+        reduce = gather is True or (machine.is_cuda and has_copies and not never_ends)
     if gather == "auto":
         gather = machine.is_cuda and reduce
     fusion = platform.cross_entropy_fusion
@@ -113,11 +115,6 @@ def run_flags(config: RunConfig, machine: Machine) -> SpeedFlags:
     if interval == "auto":
         interval = config.units_between_collections if machine.is_cuda and machine.world_size > 1 else None
     return replace(flags, gc_interval=interval)
-
-
-def _has_copies(mesh: MeshConfig, model: ModelConfig, world_size: int) -> bool:
-    dense = world_size > mesh.tp * mesh.pp
-    return dense or (model.is_moe and world_size > mesh.etp * mesh.ep * mesh.pp)
 
 
 def _fp8_recipe(

@@ -46,9 +46,6 @@ def _failures(run: RunRecord) -> Iterator[Notice]:
     for path in _of_attempts(run, "failure.json"):
         with suppress(ValueError, LookupError, TypeError):  # the launcher was killed while it wrote
             found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-            if isinstance(found, list):
-                rank, status, text = found
-                found = {"headline": f"rank {rank} failed with status {status}", "text": text}
             yield Notice("error", f"attempt {path.parent.name}: {found['headline']}", str(found["text"]))
 
 
@@ -88,14 +85,8 @@ def _counters(run: RunRecord) -> Iterator[Notice]:
 def _python_warnings(run: RunRecord) -> Iterator[Notice]:
     counts: Counter[tuple[str, str]] = Counter()
     for path in _of_attempts(run, "*.log"):
-        counts.update(_warnings_in(path))
+        with path.open("rb") as file:
+            lines = file.read(MAX_LOG_BYTES).decode("utf-8", errors="replace").splitlines()
+        counts.update((match["kind"], match["text"]) for match in map(PYTHON_WARNING.match, lines) if match)
     for (kind, text), times in counts.items():
         yield Notice("note", f"{kind}: {text}" + (f" ({times} times, in all logs)" if times > 1 else ""))
-
-
-def _warnings_in(path: Path) -> Iterator[tuple[str, str]]:
-    with path.open("rb") as file:
-        text = file.read(MAX_LOG_BYTES).decode("utf-8", errors="replace")
-    for line in text.splitlines():
-        if match := PYTHON_WARNING.match(line):
-            yield match["kind"], match["text"]

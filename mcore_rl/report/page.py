@@ -4,7 +4,7 @@ import base64
 import hashlib
 import json
 import socketserver
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -65,15 +65,12 @@ class LiveServer(socketserver.ThreadingTCPServer):
     def page(self) -> tuple[str, bytes]:
         """Return stamp and HTML of the page; DataError while a run cannot be read."""
         with self._lock:
-            stamp = self._stamp()
+            states = repr([state for run_dir in self._run_dirs for state in _states(run_dir)])
+            # Quoted, as an ETag is.
+            stamp = f'"{hashlib.sha256(states.encode(errors="replace")).hexdigest()[:16]}"'
             if stamp != self._made[0]:
                 self._made = (stamp, rendered(views_of(self._run_dirs), stamp).encode(errors="replace"))
             return self._made
-
-    def _stamp(self) -> str:
-        """Return a text that changes when a file of a run changes, quoted as an ETag is."""
-        states = repr([state for run_dir in self._run_dirs for state in _states(run_dir)])
-        return f'"{hashlib.sha256(states.encode(errors="replace")).hexdigest()[:16]}"'
 
 
 class _Answer(BaseHTTPRequestHandler):
@@ -155,7 +152,7 @@ class RunView:
     run: RunRecord
     headline: summary.Headline
     tagline: str
-    provenance: list[summary.Detail]
+    provenance: dict[str, str]
     notices: list[Notice]
     samples: list[SampledStep]
     traced: SampledStep | None
@@ -244,10 +241,18 @@ def _stage(stage: Stage, runs: Sequence[RunRecord], drawn: list[Chart]) -> Stage
     if not run_indices:
         return None
     own = [runs[run_index] for run_index in run_indices]
+    indexed = list(zip(run_indices, own, strict=True))
+    experts = [
+        *charts.on_one_scale([chart for index, run in indexed for chart in charts.expert_maps(run, index)]),
+        *charts.on_one_scale([chart for index, run in indexed for chart in charts.layer_maps(run, index)]),
+        *charts.line_charts(EXPERTS, own, run_indices),
+    ]
+    phases = charts.phase_chart(own, run_indices)
+    speed = [*([phases] if phases else ()), *charts.line_charts(SPEED, own, run_indices)]
     groups = [
         ChartGroup("Learning", _appended(drawn, charts.line_charts(LEARNING, own, run_indices))),
-        ChartGroup("Experts", _appended(drawn, _expert_charts(own, run_indices))),
-        ChartGroup("Speed and memory", _appended(drawn, _speed_charts(own, run_indices))),
+        ChartGroup("Experts", _appended(drawn, experts)),
+        ChartGroup("Speed and memory", _appended(drawn, speed)),
     ]
     return StageView(
         stage=stage,
@@ -258,20 +263,7 @@ def _stage(stage: Stage, runs: Sequence[RunRecord], drawn: list[Chart]) -> Stage
     )
 
 
-def _expert_charts(runs: Sequence[RunRecord], run_indices: Sequence[int]) -> Iterator[Chart]:
-    indexed = list(zip(run_indices, runs, strict=True))
-    yield from charts.on_one_scale([chart for at, run in indexed for chart in charts.expert_maps(run, at)])
-    yield from charts.on_one_scale([chart for at, run in indexed for chart in charts.layer_maps(run, at)])
-    yield from charts.line_charts(EXPERTS, runs, run_indices)
-
-
-def _speed_charts(runs: Sequence[RunRecord], run_indices: Sequence[int]) -> Iterator[Chart]:
-    if chart := charts.phase_chart(runs, run_indices):
-        yield chart
-    yield from charts.line_charts(SPEED, runs, run_indices)
-
-
-def _appended(drawn: list[Chart], new: Iterator[Chart]) -> list[int]:
+def _appended(drawn: list[Chart], new: Iterable[Chart]) -> list[int]:
     before = len(drawn)
     drawn += new
     return list(range(before, len(drawn)))

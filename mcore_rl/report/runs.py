@@ -77,8 +77,9 @@ class RunRecord:
     def seconds(self) -> float:
         """Seconds from the first record to the last, without the pauses between attempts."""
         times = [float(record["time"]) for record in self.records]
-        starts = {_first_at_or_after(times, attempt) for attempt in self.attempts[1:]}
-        return sum(later - sooner for at, (sooner, later) in enumerate(pairwise(times), 1) if at not in starts)
+        later_starts = [attempt.started_s for attempt in self.attempts[1:]]
+        firsts = {next((i for i, time in enumerate(times) if time >= start), len(times)) for start in later_starts}
+        return sum(later - sooner for at, (sooner, later) in enumerate(pairwise(times), 1) if at not in firsts)
 
     @property
     def label(self) -> str:
@@ -135,11 +136,11 @@ def _read_run(path: Path, name: str) -> RunRecord:
         for record in read_records(path / FILE_NAME)
         if math.isfinite(_number(record.get("time"))) and abs(_number(record["step"])) < MOST_STEPS
     ]
-    done = path / "DONE"
+    done, chats = path / "DONE", "chat_template" in config.get("data", {})
     return RunRecord(
         path=path,
         name=name,
-        stage=_stage(config),
+        stage=next((stage for stage in ("rl", "rm", "dpo") if stage in config), "sft" if chats else "pretrain"),
         config=config,
         records=[record for record in records if "event" not in record],
         events=list(_events(records)),
@@ -172,15 +173,6 @@ def short_names(paths: Sequence[Path]) -> list[str]:
     return names
 
 
-def _stage(config: Mapping[str, Any]) -> Stage:
-    if "rl" in config:
-        return "rl"
-    for stage in ("rm", "dpo"):
-        if stage in config:
-            return stage
-    return "sft" if "chat_template" in config.get("data", {}) else "pretrain"
-
-
 def _events(records: Sequence[Mapping[str, Any]]) -> Iterator[RunEvent]:
     for record in records:
         if "event" in record:
@@ -202,11 +194,6 @@ def _evaluation(path: Path) -> dict[str, Any]:
                 f"{path} is not what mcore-rl eval prints. Write its output there again, or delete it."
             ) from None
     return found
-
-
-def _first_at_or_after(times: Sequence[float], attempt: RunAttempt) -> int:
-    start = attempt.started_s
-    return next((at for at, time in enumerate(times) if time >= start), len(times))
 
 
 def _number(value: object) -> float:

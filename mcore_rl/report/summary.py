@@ -95,14 +95,6 @@ def words_of(conditions: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Detail:
-    """A detail of a run: a name and its value."""
-
-    name: str
-    value: str
-
-
-@dataclass(frozen=True, slots=True)
 class Headline:
     """The most important number of a run."""
 
@@ -137,36 +129,27 @@ def tagline(run: RunRecord) -> str:
     return f"{run.last_step} steps in {duration(run.seconds)}{ranks}"
 
 
-def provenance(run: RunRecord) -> list[Detail]:
+def provenance(run: RunRecord) -> dict[str, str]:
     """Return folder and state of a run, and command, code and machine of its last start."""
-    details = [Detail("folder", str(run.path)), Detail("state", run.done or f"not done, at step {run.last_step}")]
+    details = {"folder": str(run.path), "state": run.done or f"not done, at step {run.last_step}"}
     if not run.attempts:
         described = next((event.text for event in run.events if "megatron-core" in event.text), "not recorded")
-        return [
-            *details,
-            Detail("machine and versions", described),
-            Detail("mesh", mesh_text(run.config.get("mesh", {}))),
-        ]
+        return details | {"machine and versions": described, "mesh": mesh_text(run.config.get("mesh", {}))}
     last = run.attempts[-1]
-    return [
-        *details,
-        Detail("command", command_text(last)),
-        Detail("commit", last.commit or "not known: the code is not in a git repository"),
-        Detail("machine", machine_text(last)),
-        Detail("mesh", mesh_text(last.mesh)),
-        Detail("versions", ", ".join(f"{name} {version}" for name, version in last.versions.items())),
-        Detail("starts", "; ".join(f"{attempt.started} from step {attempt.step}" for attempt in run.attempts)),
-    ]
-
-
-RANK_PACKAGES = ("mcore_rl.programs.", "mcore_rl.run.")
-"""Packages of the modules that ranks run; the second is the name until 0.2."""
+    return details | {
+        "command": command_text(last),
+        "commit": last.commit or "not known: the code is not in a git repository",
+        "machine": machine_text(last),
+        "mesh": mesh_text(last.mesh),
+        "versions": ", ".join(f"{name} {version}" for name, version in last.versions.items()),
+        "starts": "; ".join(f"{attempt.started} from step {attempt.step}" for attempt in run.attempts),
+    }
 
 
 def command_text(attempt: RunAttempt) -> str:
     """Return the command as a shell would read it; a rank's module becomes the command that starts such ranks."""
     words = attempt.command
-    if words[1:2] == ["-m"] and len(words) > 2 and words[2].startswith(RANK_PACKAGES):
+    if words[1:2] == ["-m"] and len(words) > 2 and words[2].startswith("mcore_rl.programs."):
         words = ["mcore-rl", words[2].rpartition(".")[2], *words[3:]]
     return shlex.join(words)
 
@@ -232,7 +215,10 @@ def numbers(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
 
 
 def _planned_rows(runs: Sequence[RunRecord]) -> Iterator[tuple[str, list[str]]]:
-    plans = [_plan(run) for run in runs]
+    plans: list[Planned | None] = []
+    for run in runs:
+        machine = run.attempts[-1].machine if run.attempts else None
+        plans.append(plan_of_run(run.path, run.stage, machine.device, machine.ranks) if machine else None)
     yield (
         "a step, measured; planned",
         [_step_text(run, plan) if plan else "" for run, plan in zip(runs, plans, strict=True)],
@@ -246,13 +232,6 @@ def _planned_rows(runs: Sequence[RunRecord]) -> Iterator[tuple[str, list[str]]]:
             for run, plan in zip(runs, plans, strict=True)
         ],
     )
-
-
-def _plan(run: RunRecord) -> Planned | None:
-    if not run.attempts:
-        return None
-    machine = run.attempts[-1].machine
-    return plan_of_run(run.path, run.stage, machine.device, machine.ranks)
 
 
 def _step_text(run: RunRecord, plan: Planned) -> str:

@@ -33,19 +33,6 @@ def test_other_texts_beside_the_policys_updates_are_other_data(ptx: dict[str, An
     assert {change.key for change in changes if change.breaks_exactness} == refused
 
 
-def test_a_run_from_before_data_shuffle_read_megatrons_order() -> None:
-    now = PretrainConfig()
-    recorded = now.model_dump(mode="json")
-    assert config_changes(recorded, now) == []
-    del recorded["data"]["shuffle"]
-    (change,) = config_changes(recorded, now)
-    assert str(change) == 'data.shuffle is "whole" there, "epoch" here'
-    assert change.breaks_exactness
-    whole = PretrainConfig.model_validate({"data": {"shuffle": "whole"}})
-    assert config_changes(recorded, whole) == []
-    assert config_changes(SFTConfig().model_dump(mode="json"), SFTConfig()) == []
-
-
 def write_pair(prefix: Path, tokens: bytes, *, lengths: bytes = b"3 4 5", sidecar: bool = True) -> None:
     prefix.parent.mkdir(parents=True, exist_ok=True)
     for ending, content in ((".bin", tokens), (".idx", lengths)):
