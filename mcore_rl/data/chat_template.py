@@ -16,14 +16,8 @@ from mcore_rl.data.tokenizer import Encoded, without_limits
 from mcore_rl.errors import DataError
 
 TEMPLATE_ERRORS = (
-    jinja2.TemplateError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    LookupError,
-    ArithmeticError,
-    MemoryError,
-    RecursionError,
+    *(jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError, MemoryError),
+    *(RecursionError,),
 )
 """Errors of a template's own expressions on a conversation of another shape than it expects."""
 DEFAULT, TOOL_USE = "default", "tool_use"

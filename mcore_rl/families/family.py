@@ -23,18 +23,9 @@ from mcore_rl.families.weight_map import DuplicateTensor, WeightRule
 
 OFF: tuple[Switch, ...] = ("off",)
 OPTIONAL_SETTINGS = (
-    "mtp_layers",
-    "rope.fraction",
-    "sliding_window",
-    "delta.full_every",
-    "indexer.top_k",
-    "moe.first_dense_layers",
-    "moe.shared_experts",
-    "moe.shared_ffn_hidden_size",
-    "moe.num_groups",
-    "moe.top_groups",
-    "moe.routed_scaling",
-    "moe.expert_bias",
+    *("mtp_layers", "rope.fraction", "sliding_window", "delta.full_every", "indexer.top_k", "moe.first_dense_layers"),
+    *("moe.shared_experts", "moe.shared_ffn_hidden_size", "moe.num_groups", "moe.top_groups", "moe.routed_scaling"),
+    *("moe.expert_bias",),
 )
 """Fields of `ModelConfig` that only some families support; in all other families they keep their defaults."""
 GROUPED_EXPERTS = (

@@ -45,12 +45,8 @@ class Qwen3Next(Family):
     has_zero_centered_norms = True
     has_shared_expert_gate = True
     settings: tuple[str, ...] = (
-        "delta.full_every",
-        "rope.fraction",
-        "mtp_layers",
-        "moe.first_dense_layers",
-        "moe.shared_experts",
-        "moe.shared_ffn_hidden_size",
+        *("delta.full_every", "rope.fraction", "mtp_layers", "moe.first_dense_layers", "moe.shared_experts"),
+        *("moe.shared_ffn_hidden_size",),
     )
     moe_names = MoENames(shared="shared_expert")
     mtp_prefix = "mtp."

@@ -24,11 +24,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": torch.nn.functiona
 """Activation functions by name; families use names because they do not import torch."""
 
 PERMUTE_KERNELS = (
-    "fused_permute",
-    "fused_permute_with_probs",
-    "fused_sort_chunks_by_index",
-    "fused_sort_chunks_by_index_with_probs",
-    "fused_unpermute",
+    *("fused_permute", "fused_permute_with_probs", "fused_sort_chunks_by_index"),
+    *("fused_sort_chunks_by_index_with_probs", "fused_unpermute"),
 )
 """Megatron's names of the TransformerEngine kernels that permute tokens; it needs all of them or uses none."""
 ROUTER_KERNELS = ("fused_topk_with_score_function", "fused_moe_aux_loss")
