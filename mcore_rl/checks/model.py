@@ -15,8 +15,8 @@ from mcore_rl.config.section import Section
 from mcore_rl.config.toml import toml_value
 from mcore_rl.errors import ConfigError
 from mcore_rl.families import all_families, family_of, hf_config, model_from_hf
+from mcore_rl.families.config_json import LLAMA3_CONSTANTS, HfConfig
 from mcore_rl.families.family import OPTIONAL_SETTINGS, Family
-from mcore_rl.families.hf_config import LLAMA3_CONSTANTS, HfConfig
 from mcore_rl.families.same_model import model_changes
 from mcore_rl.families.weight_map import listed
 

@@ -15,8 +15,7 @@ from mcore_rl.checks.model import checked_model_from_hf
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.convert.copying.tensors import TargetTensor, TensorSource, chunk_at, chunks_of, common_dtype, fill
 from mcore_rl.convert.hf.folder import HfFolder, open_hf
-from mcore_rl.convert.hf.model import HfModel, HfSource, MtpLayers, open_hf_model
-from mcore_rl.convert.hf.writer import as_stored
+from mcore_rl.convert.hf.model import HfModel, HfSource, MtpLayers, as_stored, open_hf_model
 from mcore_rl.convert.megatron.folder import OPTIMIZER, open_dist
 from mcore_rl.convert.megatron.model import DistModel, disagreements, open_dist_model
 from mcore_rl.data.index_file import read_index, read_sidecar
@@ -366,13 +365,9 @@ def _plan_dataset(prefix: str) -> CheckPlan:
         unknown = [partial(_checked_data, prefix, ending, None) for ending in (".bin", ".idx")]
         return CheckPlan(title=f"{prefix}: a dataset", checks=[*unknown, damaged])
     checksums = {".bin": sidecar.bin_crc32, ".idx": sidecar.idx_crc32} if sidecar else {}
-    if any(checksums.values()) and sidecar is not None:
+    title = f"{prefix}: {NOTHING_RECORDED} ({prefix}.json is not there): only the index and the lengths are looked at"
+    if sidecar is not None:
         title = f"{prefix}: {sidecar.documents} documents, {sidecar.tokens} tokens"
-    else:
-        title = (
-            f"{prefix}: {NOTHING_RECORDED} ({prefix}.json "
-            f"{'has no checksums' if sidecar else 'is not there'}): only the index and the lengths are looked at"
-        )
     return CheckPlan(
         title=title,
         checks=[partial(_checked_data, prefix, ending, checksums.get(ending)) for ending in (".bin", ".idx")],
@@ -442,18 +437,21 @@ class ComparedCheckpoint:
 def compare(
     one: Path, other: Path, reference: Path | None, mtp: MtpLayers, progress: ByteProgress, family: str | None = None
 ) -> list[Difference]:
-    """Return all differences between the models of two checkpoints of either format; CheckpointError if one cannot be
-    read. Without a marker, a Megatron checkpoint takes its family from the Hugging Face folder `reference`.
-    """
+    """Return all differences between two checkpoints; `reference` tells the family where there is no marker."""
     if is_hf(one) and is_hf(other):
         plain = open_hf(one), open_hf(other)
         if plain[0].tensors.keys() == plain[1].tensors.keys():
             # The same names on both sides: no family is needed, and quantized tensors are compared as stored.
-            first, second = map(_as_stored, plain)
-            return [
-                *_config_differences(*(_config_of(folder) for folder in plain)),
-                *_compared(first, second, progress),
-            ]
+            first, second = (
+                ComparedCheckpoint(
+                    path=folder.path,
+                    targets={name: as_stored(folder, name) for name in folder.tensors},
+                    source=HfSource(folder),
+                )
+                for folder in plain
+            )
+            differences = _config_differences(*(_config_of(folder) for folder in plain))
+            return [*differences, *_compared(first, second, progress)]
     models = [
         open_model(path, reference or (other if is_hf(other) else one if is_hf(one) else None), mtp, family)
         for path in (one, other)
@@ -516,11 +514,6 @@ def _config_differences(one: ModelConfig | None, other: ModelConfig | None) -> I
     if one is not None and other is not None:
         for line in disagreements(one, other):
             yield Difference("config", line)
-
-
-def _as_stored(folder: HfFolder) -> ComparedCheckpoint:
-    targets = {name: as_stored(folder, name) for name in folder.tensors}
-    return ComparedCheckpoint(path=folder.path, targets=targets, source=HfSource(folder))
 
 
 def _compared(one: ComparedCheckpoint, other: ComparedCheckpoint, progress: ByteProgress) -> Iterator[Difference]:

@@ -44,7 +44,7 @@ from mcore_rl.convert.hf.folder import (
     open_hf,
     small_files,
 )
-from mcore_rl.convert.hf.model import HfSource, MtpLayers, expert_layout, in_text_names
+from mcore_rl.convert.hf.model import HfSource, MtpLayers, as_stored, expert_layout, in_text_names
 from mcore_rl.convert.hf.quantization import FP8, FP8_SCALE
 from mcore_rl.convert.hf.text_files import (
     TOKENIZER_FILES,
@@ -54,15 +54,7 @@ from mcore_rl.convert.hf.text_files import (
     model_card,
     text_files,
 )
-from mcore_rl.convert.hf.writer import (
-    Blocks,
-    Quantization,
-    SafetensorsWriter,
-    WithReference,
-    as_stored,
-    blocks_like,
-    shards_of,
-)
+from mcore_rl.convert.hf.writer import Blocks, Quantization, SafetensorsWriter, WithReference, blocks_like, shards_of
 from mcore_rl.convert.megatron.model import DistModel, open_dist_model
 from mcore_rl.convert.megatron.tensors import MergedSource
 from mcore_rl.data.answer_ends import GENERATION_CONFIG
@@ -437,9 +429,7 @@ class HubRepository:
     """Whether it may be public; else it is made private, and a public one is refused."""
 
     def check(self, *, needs_token: bool) -> None:
-        """Raise a ConfigError without the library or for a name that the Hub does not have; if a token is needed, also
-        without a token that the Hub takes, and for a public repository that may not be.
-        """
+        """Raise a ConfigError if the library, a possible name, or (if needed) a valid token is missing."""
         hub = _library()
         try:
             hub.utils.validate_repo_id(self.name)

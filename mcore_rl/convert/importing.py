@@ -152,11 +152,6 @@ def write_metadata(folder: Path, done: Sequence[RecordedTask], objects: Mapping[
     flush_to_disk(folder / METADATA)
 
 
-def write_format(folder: Path) -> None:
-    """Write `metadata.json`, by which Megatron knows the format."""
-    (folder / FORMAT_FILE).write_text(json.dumps(FORMAT), encoding="utf-8")
-
-
 def write_common(folder: Path, common: dict[str, Any]) -> None:
     """Write `common.pt`, which is the same for all ranks."""
     # To an open file: given a path, torch would put the file's name into the archive.
@@ -284,7 +279,7 @@ def _finish_import(
 ) -> None:
     copy_files(copied, folder)
     write_metadata(folder, done, empty_extra_states(weights))
-    write_format(folder)
+    (folder / FORMAT_FILE).write_text(json.dumps(FORMAT), encoding="utf-8")
     write_common(folder, single_rank_common(hf_model.model, 0, layout))
     description = {
         "kind": "import",
@@ -397,7 +392,7 @@ def _finish_relayout(
     if (dist_model.folder.path / "config.json").is_file():  # an import has the small files of its source
         copy_files(small_files(dist_model.folder.path), folder)
     write_metadata(folder, done, objects)
-    write_format(folder)
+    (folder / FORMAT_FILE).write_text(json.dumps(FORMAT), encoding="utf-8")
     common = dist_model.folder.path / COMMON
     if changed_common is not None:
         write_common(folder, changed_common)

@@ -170,7 +170,11 @@ def _in_transformers(found: HfModel, tokens_BS: Tensor, dtype: torch.dtype | Non
         with torch.device("meta"):
             model = kind.from_config(config, attn_implementation="eager", dtype=torch.float32)
         _restore_wavelengths(model, config)
-        load = partial(_load_hf, found, _copies_of_modules(found), found.source(), dtype)
+        # Transformers' parameters have fused experts; they come from the files' tensors through Megatron's.
+        through = copies_into_megatron(found.weights.blocks)
+        fused = copies_into_hf(weight_map(found.model, "fused").blocks)
+        copies_of = {name: composed(copies, through) for name, copies in fused.items()}
+        load = partial(_load_hf, found, copies_of, found.source(), dtype)
         names = {module: name for name, module in model.named_modules()}
     model.eval()
     decoder = getattr(model.model, "language_model", model.model)
@@ -206,12 +210,6 @@ def _load_hf(
     read_as = torch.float32 if exact else dtype or next(iter(stored))
     target = TargetTensor(name=name, shape=tuple(tensor.shape), dtype=read_as, copies=copies[name])
     tensor.copy_(fill(chunk_at(target, whole(target.shape)), source))
-
-
-def _copies_of_modules(found: HfModel) -> dict[str, Copies]:
-    through = copies_into_megatron(found.weights.blocks)
-    inner = copies_into_hf(weight_map(found.model, "fused").blocks)
-    return {name: composed(copies, through) for name, copies in inner.items()}
 
 
 def _restore_wavelengths(model: nn.Module, config: Any) -> None:

@@ -21,7 +21,7 @@ from mcore_rl.convert.exporting import as_json, finish_folder, shift_notes
 from mcore_rl.convert.hf.folder import ADAPTER_CONFIG
 from mcore_rl.convert.hf.writer import SafetensorsWriter
 from mcore_rl.convert.megatron.model import EXPERTS, MTP, open_dist_model
-from mcore_rl.convert.megatron.tensors import WEIGHT, StoredAdapter, stored_lora
+from mcore_rl.convert.megatron.tensors import WEIGHT, StoredAdapter, adapter_of, stored_lora
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families import family_of, score_config, weight_map
 from mcore_rl.families.rules import packed_rows
@@ -83,6 +83,7 @@ def plan_adapter_export(
     targets = list(adapter_targets(adapted, layout, dtype))
     files = {TENSORS: targets}
     config = adapter_config(adapted, lora, layout, reference)
+    unread = [name for name in ("mlp", "shared_experts") if name in lora.targets_in(dist_model.model)]
     return Conversion(
         title=KIND,
         final=folder,
@@ -103,7 +104,11 @@ def plan_adapter_export(
         ),
         notes=[
             f"{dist_model.model.family}, step {dist_model.folder.step}: {len(targets)} tensors of adapters",
-            *_unread(lora, dist_model.model),
+            *(
+                [f"peft 0.21 leaves out the adapters of {' and '.join(unread)} of a model with experts"]
+                if dist_model.model.is_moe and unread
+                else ()
+            ),
             *shift_notes(dist_model),
         ],
     )
@@ -311,21 +316,8 @@ def _wanted(weights: WeightMap, lora: LoraConfig, model: ModelConfig) -> Iterato
         if match is None or target not in lora.targets_in(model) or key.startswith(MTP):
             continue
         rank, rows = lora.rank_of(target, model), packed_rows(match[1], shape[-2], model)
-        is_shared = target == "experts" and lora.expert_gate_up == "fused"
-        group = [index for index, size in enumerate(rows.sizes) for _ in range(size)]
-        module = key.removesuffix(WEIGHT)
-        yield (
-            key,
-            StoredAdapter(
-                key_a=f"{module}adapter.A",
-                key_b=f"{module}adapter.B",
-                rank=rank,
-                num_inputs=shape[-1],
-                num_blocks=1 if is_shared else len(rows.sizes),
-                scale=lora.scale_of(rank),
-                projection_of_row=tuple(group * rows.groups),
-            ),
-        )
+        num_blocks = 1 if target == "experts" and lora.expert_gate_up == "fused" else len(rows.sizes)
+        yield key, adapter_of(key.removesuffix(WEIGHT), rank, shape[-1], rows, num_blocks, lora)
 
 
 def _fill(
@@ -438,10 +430,3 @@ def adapter_config(
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-
-
-def _unread(lora: LoraConfig, model: ModelConfig) -> list[str]:
-    dropped = [name for name in ("mlp", "shared_experts") if name in lora.targets_in(model)]
-    if not model.is_moe or not dropped:
-        return []
-    return [f"peft 0.21 leaves out the adapters of {' and '.join(dropped)} of a model with experts"]

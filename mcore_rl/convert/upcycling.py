@@ -26,7 +26,7 @@ from mcore_rl.convert.hf.model import HfModel, HfSource, check_copies, open_hf_m
 from mcore_rl.convert.hf.writer import SafetensorsWriter, shards_of
 from mcore_rl.errors import ConfigError
 from mcore_rl.families import family_named, family_of, weight_map
-from mcore_rl.families.hf_config import common_to_hf
+from mcore_rl.families.config_json import common_to_hf
 from mcore_rl.families.weight_map import AxisRange, Copies, Region, RegionCopy, sizes, whole
 from mcore_rl.storage.files import sizes_and_times
 

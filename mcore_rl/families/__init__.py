@@ -8,8 +8,8 @@ from pydantic import ValidationError
 from mcore_rl.config.extension import is_extension, load_extension
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import ConfigError
+from mcore_rl.families.config_json import LIST, OBJECT, HfConfig, check_types, common_to_hf
 from mcore_rl.families.family import Family
-from mcore_rl.families.hf_config import LIST, OBJECT, HfConfig, check_types, common_to_hf
 from mcore_rl.families.rules import ExpertLayout
 from mcore_rl.families.shells import SHELLS, shell_of, text_config
 from mcore_rl.families.weight_map import WeightMap, build_map

@@ -4,18 +4,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.families import config_json as hf
+from mcore_rl.families.config_json import HfConfig
 from mcore_rl.families.family import GROUPED_EXPERTS, Family
-from mcore_rl.families.hf_config import (
-    HfConfig,
-    common,
-    grouped_experts,
-    grouped_experts_to_hf,
-    latents,
-    latents_to_hf,
-    needed,
-    refusal,
-    require,
-)
 
 
 class DeepseekV2(Family):
@@ -30,34 +21,34 @@ class DeepseekV2(Family):
 
     def from_hf(self, config: HfConfig) -> dict[str, Any]:
         """Return the keyword arguments of ModelConfig."""
-        require(
+        hf.require(
             config,
             {
                 "scoring_func": "softmax",
                 "norm_topk_prob": False,
                 "moe_layer_freq": 1,
-                "num_key_value_heads": needed(config, "num_attention_heads"),
+                "num_key_value_heads": hf.needed(config, "num_attention_heads"),
             },
         )
-        moe = grouped_experts(config)
+        moe = hf.grouped_experts(config)
         method = config.get("topk_method") or "greedy"
         if method == "greedy":
             # Published configs with this method set groups nevertheless.
             del moe["num_groups"], moe["top_groups"]
         elif method != "group_limited_greedy":
-            raise refusal(config, "topk_method", "has only 'greedy' and 'group_limited_greedy'")
+            raise hf.refusal(config, "topk_method", "has only 'greedy' and 'group_limited_greedy'")
         moe |= {
             "normalize_top_k": False,
             "balance": "seq_aux_loss" if config.get("seq_aux", True) else "aux_loss",
             "aux_loss_coeff": config.get("aux_loss_alpha", 1e-3),
         }
-        return common(config) | {"mla": latents(config), "moe": moe}
+        return hf.common(config) | {"mla": hf.latents(config), "moe": moe}
 
     def to_hf(self, model: ModelConfig) -> dict[str, Any]:
         """Return the family's keys of config.json."""
         return (
-            grouped_experts_to_hf(model)
-            | latents_to_hf(model)
+            hf.grouped_experts_to_hf(model)
+            | hf.latents_to_hf(model)
             | {
                 "norm_topk_prob": False,
                 "scoring_func": "softmax",

@@ -3,19 +3,9 @@
 from typing import Any
 
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.families import config_json as hf
+from mcore_rl.families.config_json import HfConfig
 from mcore_rl.families.family import GROUPED_EXPERTS, Family
-from mcore_rl.families.hf_config import (
-    HfConfig,
-    common,
-    grouped_experts,
-    grouped_experts_to_hf,
-    latents,
-    latents_to_hf,
-    needed,
-    num_mtp_layers,
-    require,
-    require_keys,
-)
 
 
 class DeepseekV3(Family):
@@ -30,8 +20,8 @@ class DeepseekV3(Family):
 
     def from_hf(self, config: HfConfig) -> dict[str, Any]:
         """Return the keyword arguments of ModelConfig."""
-        require_keys(config, "num_key_value_heads")
-        require(
+        hf.require_keys(config, "num_key_value_heads")
+        hf.require(
             config,
             {
                 "scoring_func": "sigmoid",
@@ -39,20 +29,20 @@ class DeepseekV3(Family):
                 "norm_topk_prob": True,
                 "moe_layer_freq": 1,
                 "rope_interleave": True,
-                "num_key_value_heads": needed(config, "num_attention_heads"),
+                "num_key_value_heads": hf.needed(config, "num_attention_heads"),
             },
         )
-        return common(config) | {
-            "mla": latents(config),
-            "moe": grouped_experts(config) | {"balance": "none", "expert_bias": True},
-            "mtp_layers": num_mtp_layers(config),
+        return hf.common(config) | {
+            "mla": hf.latents(config),
+            "moe": hf.grouped_experts(config) | {"balance": "none", "expert_bias": True},
+            "mtp_layers": hf.num_mtp_layers(config),
         }
 
     def to_hf(self, model: ModelConfig) -> dict[str, Any]:
         """Return the family's keys of config.json."""
         return (
-            grouped_experts_to_hf(model)
-            | latents_to_hf(model)
+            hf.grouped_experts_to_hf(model)
+            | hf.latents_to_hf(model)
             | {
                 "norm_topk_prob": True,
                 "scoring_func": "sigmoid",

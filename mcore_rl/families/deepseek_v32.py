@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.families.config_json import HfConfig, needed, require_keys
 from mcore_rl.families.deepseek_v3 import DeepseekV3
 from mcore_rl.families.glm4_moe_lite import first_dense_layers
-from mcore_rl.families.hf_config import HfConfig, needed, require_keys
 from mcore_rl.families.rules import LayerNames, indexer
 from mcore_rl.families.weight_map import WeightRule
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.families.config_json import HfConfig, common, refusal, require, require_keys
 from mcore_rl.families.family import Family
-from mcore_rl.families.hf_config import HfConfig, common, refusal, require, require_keys
 
 DROPOUT = 0.1
 """transformers' default for both dropout probabilities of Seed-OSS; published configs have the same value."""

@@ -3,18 +3,9 @@
 from typing import Any
 
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.families import config_json as hf
+from mcore_rl.families.config_json import HfConfig
 from mcore_rl.families.family import GROUPED_EXPERTS, Family
-from mcore_rl.families.hf_config import (
-    KINDS,
-    HfConfig,
-    check_types,
-    common,
-    grouped_experts,
-    grouped_experts_to_hf,
-    refusal,
-    require,
-    require_keys,
-)
 
 
 class Dots1(Family):
@@ -30,20 +21,20 @@ class Dots1(Family):
 
     def from_hf(self, config: HfConfig) -> dict[str, Any]:
         """Return the keyword arguments of ModelConfig."""
-        require_keys(config, "num_key_value_heads", "norm_topk_prob")
+        hf.require_keys(config, "num_key_value_heads", "norm_topk_prob")
         if config.get("norm_topk_prob") is not True:
-            raise refusal(config, "norm_topk_prob", "has only True")
+            raise hf.refusal(config, "norm_topk_prob", "has only True")
         # Published configs have the balancing method in `scoring_func`; other models have the score function there.
         if config.get("scoring_func") != "noaux_tc":
-            require(config, {"scoring_func": "sigmoid"})
-        arguments = common(config)
+            hf.require(config, {"scoring_func": "sigmoid"})
+        arguments = hf.common(config)
         _refuse_windows(config, arguments["num_layers"])
-        moe = grouped_experts({"n_group": 1, "topk_group": 1, **config})
+        moe = hf.grouped_experts({"n_group": 1, "topk_group": 1, **config})
         return arguments | {"moe": moe | {"balance": "none", "expert_bias": True}}
 
     def to_hf(self, model: ModelConfig) -> dict[str, Any]:
         """Return the family's keys of config.json."""
-        return grouped_experts_to_hf(model) | {
+        return hf.grouped_experts_to_hf(model) | {
             "attention_bias": False,
             "norm_topk_prob": True,
             "scoring_func": "noaux_tc",
@@ -53,11 +44,11 @@ class Dots1(Family):
 
 
 def _refuse_windows(config: HfConfig, num_layers: int) -> None:
-    check_types(config, KINDS)
-    types = config.get("layer_types")
+    hf.check_types(config, hf.KINDS)
+    types, name = config.get("layer_types"), "max_window_layers"
     if types is not None and types != ["full_attention"] * num_layers:
-        raise refusal(config, "layer_types", "attends to all positions in all layers")
+        raise hf.refusal(config, "layer_types", "attends to all positions in all layers")
     if types is None and config.get("sliding_window", 4096) is not None:
-        first = config.get("max_window_layers", 62)
+        first = config.get(name, 62)
         if first is None or first < num_layers:
-            raise refusal(config, "max_window_layers", f"has no window (sliding_window) in any of {num_layers} layers")
+            raise hf.refusal(config, name, f"has no window (sliding_window) in any of {num_layers} layers")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from mcore_rl.config.model import ModelConfig, Switch
-from mcore_rl.families.hf_config import HfConfig
+from mcore_rl.families.config_json import HfConfig
 from mcore_rl.families.rules import (
     ExpertLayout,
     LayerNames,
@@ -97,7 +97,11 @@ class Family(ABC):
 
     def violations(self, model: ModelConfig) -> Iterator[str]:
         """Yield a sentence, with a remedy, for each setting that this family in particular refuses."""
-        yield from ()
+        if self.has_shared_expert_gate and model.is_moe and model.moe.shared_experts != 1:
+            yield (
+                f"model.moe.shared_experts={model.moe.shared_experts}: {self.model_type} has one shared expert, "
+                "whose width is model.moe.shared_ffn_hidden_size. Set it to 1."
+            )
 
     def architecture(self, model: ModelConfig) -> dict[str, Any]:
         """Return the keyword arguments of Megatron's config for the family's layers."""

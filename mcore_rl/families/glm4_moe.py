@@ -3,16 +3,9 @@
 from typing import Any
 
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.families import config_json as hf
+from mcore_rl.families.config_json import HfConfig
 from mcore_rl.families.family import GROUPED_EXPERTS, Family
-from mcore_rl.families.hf_config import (
-    HfConfig,
-    common,
-    grouped_experts,
-    grouped_experts_to_hf,
-    num_mtp_layers,
-    require,
-    require_keys,
-)
 
 
 class Glm4Moe(Family):
@@ -29,20 +22,20 @@ class Glm4Moe(Family):
 
     def from_hf(self, config: HfConfig) -> dict[str, Any]:
         """Return the keyword arguments of ModelConfig."""
-        require_keys(config, "num_key_value_heads")
-        require(config, {"norm_topk_prob": True})
+        hf.require_keys(config, "num_key_value_heads")
+        hf.require(config, {"norm_topk_prob": True})
         # In this family `attention_bias` means only queries, keys and values; `common` would refuse it.
-        arguments = common({**config, "attention_bias": False}, fraction=0.5)
+        arguments = hf.common({**config, "attention_bias": False}, fraction=0.5)
         return arguments | {
             "qkv_bias": "on" if config.get("attention_bias") else "off",
             "qk_norm": "on" if config.get("use_qk_norm") else "off",
-            "moe": grouped_experts(config) | {"balance": "none", "expert_bias": True},
-            "mtp_layers": num_mtp_layers(config),
+            "moe": hf.grouped_experts(config) | {"balance": "none", "expert_bias": True},
+            "mtp_layers": hf.num_mtp_layers(config),
         }
 
     def to_hf(self, model: ModelConfig) -> dict[str, Any]:
         """Return the family's keys of config.json."""
-        return grouped_experts_to_hf(model) | {
+        return hf.grouped_experts_to_hf(model) | {
             "attention_bias": self.has_qkv_bias(model),
             "use_qk_norm": self.has_qk_norm(model),
             "partial_rotary_factor": model.rope.fraction,

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.families.config_json import KINDS, HfConfig, Kind, check_types, needed, refusal, require
 from mcore_rl.families.deepseek_v32 import DeepseekV32
-from mcore_rl.families.hf_config import KINDS, HfConfig, Kind, check_types, needed, refusal, require
 
 FULL, SHARED = "full", "shared"
 """Names in config.json of layers with an indexer, and of those that take the last choice before them."""
@@ -33,9 +33,7 @@ class GlmMoeDsa(DeepseekV32):
         return super().to_hf(model) | {"indexer_types": types, "indexer_rope_interleave": True}
 
     def shared_layers(self, config: HfConfig) -> tuple[int, ...]:
-        """Return the layers without an indexer, from a config.json's list, else its pattern, else its two numbers, as
-        transformers; ConfigError for another length or an unknown kind.
-        """
+        """Return the layers without an indexer: a list's, else a pattern's, else by two numbers."""
         check_types(config, KINDS | {"index_topk_pattern": PATTERN})
         count = needed(config, "num_hidden_layers")
         name = "indexer_types" if config.get("indexer_types") is not None else "index_topk_pattern"

@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.families.config_json import HfConfig, common, either, needed, refusal, require, require_keys
 from mcore_rl.families.family import Family
-from mcore_rl.families.hf_config import HfConfig, common, either, needed, refusal, require, require_keys
 from mcore_rl.families.rules import ExpertLayout, LayerNames, decoder_layers, outer
 from mcore_rl.families.weight_map import HfRows, WeightRule
 

@@ -3,19 +3,9 @@
 from typing import Any
 
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.families import config_json as hf
+from mcore_rl.families.config_json import HfConfig
 from mcore_rl.families.family import Family
-from mcore_rl.families.hf_config import (
-    KINDS,
-    HfConfig,
-    alias,
-    check_types,
-    common,
-    either,
-    needed,
-    refusal,
-    require,
-    require_keys,
-)
 from mcore_rl.families.rules import MoENames
 
 
@@ -33,9 +23,9 @@ class MiniMaxM2(Family):
 
     def from_hf(self, config: HfConfig) -> dict[str, Any]:
         """Return the arguments of ModelConfig. Published configs count MTP modules that no folder has."""
-        check_types(config, KINDS)
-        require_keys(config, "num_key_value_heads", "head_dim")
-        require(
+        hf.check_types(config, hf.KINDS)
+        hf.require_keys(config, "num_key_value_heads", "head_dim")
+        hf.require(
             config,
             {
                 "scoring_func": "sigmoid",
@@ -52,14 +42,14 @@ class MiniMaxM2(Family):
             "partial_rotary_factor": config.get("partial_rotary_factor"),
             "rotary_dim / head_dim": None if turned is None else turned / (config["head_dim"] or 1),
         }
-        fraction = alias(stated, *stated)
-        arguments = common({**config, "partial_rotary_factor": fraction}, theta=5e6, fraction=1.0)
+        fraction = hf.alias(stated, *stated)
+        arguments = hf.common({**config, "partial_rotary_factor": fraction}, theta=5e6, fraction=1.0)
         kinds = config.get("attn_type_list")
         if kinds is not None and kinds != [1] * arguments["num_layers"]:
-            raise refusal(config, "attn_type_list", "has softmax attention (1) in every layer")
+            raise hf.refusal(config, "attn_type_list", "has softmax attention (1) in every layer")
         moe = {
-            "num_experts": either(config, "num_local_experts", "num_experts"),
-            "top_k": needed(config, "num_experts_per_tok"),
+            "num_experts": hf.either(config, "num_local_experts", "num_experts"),
+            "top_k": hf.needed(config, "num_experts_per_tok"),
             "ffn_hidden_size": arguments["ffn_hidden_size"],
             "balance": "none",
             "expert_bias": True,

@@ -3,8 +3,8 @@
 from typing import Any
 
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.families.config_json import HfConfig, common, needed, refusal, require_keys
 from mcore_rl.families.family import Family
-from mcore_rl.families.hf_config import HfConfig, common, needed, refusal, require_keys
 from mcore_rl.families.rules import MoENames
 
 

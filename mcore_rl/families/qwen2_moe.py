@@ -1,19 +1,11 @@
 """Qwen1.5-MoE and Qwen2-MoE (arXiv 2407.10671): raw softmax gates, and a shared expert with a sigmoid gate."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.families import config_json as hf
+from mcore_rl.families.config_json import HfConfig
 from mcore_rl.families.family import Family
-from mcore_rl.families.hf_config import (
-    HfConfig,
-    common,
-    needed,
-    qwen_experts,
-    qwen_experts_to_hf,
-    require,
-    require_keys,
-)
 from mcore_rl.families.rules import MoENames
 
 
@@ -30,27 +22,19 @@ class Qwen2Moe(Family):
 
     def from_hf(self, config: HfConfig) -> dict[str, Any]:
         """Return the keyword arguments of ModelConfig."""
-        require_keys(config, "num_key_value_heads")
-        require(config, {"use_sliding_window": False})
-        shared = {"shared_experts": 1, "shared_ffn_hidden_size": needed(config, "shared_expert_intermediate_size")}
-        return common(config) | {
+        hf.require_keys(config, "num_key_value_heads")
+        hf.require(config, {"use_sliding_window": False})
+        shared = {"shared_experts": 1, "shared_ffn_hidden_size": hf.needed(config, "shared_expert_intermediate_size")}
+        return hf.common(config) | {
             "qkv_bias": "on" if config.get("qkv_bias", True) else "off",
-            "moe": qwen_experts(config) | shared,
+            "moe": hf.qwen_experts(config) | shared,
         }
 
     def to_hf(self, model: ModelConfig) -> dict[str, Any]:
         """Return the family's keys of config.json."""
-        return qwen_experts_to_hf(model) | {
+        return hf.qwen_experts_to_hf(model) | {
             "attention_bias": False,
             "qkv_bias": self.has_qkv_bias(model),
             "shared_expert_intermediate_size": model.moe.shared_width,
             "use_sliding_window": False,
         }
-
-    def violations(self, model: ModelConfig) -> Iterator[str]:
-        """Yield a sentence unless there is exactly one shared expert."""
-        if model.is_moe and model.moe.shared_experts != 1:
-            yield (
-                f"model.moe.shared_experts={model.moe.shared_experts}: {self.model_type} has one shared expert, "
-                "whose width is model.moe.shared_ffn_hidden_size. Set it to 1."
-            )

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.families.hf_config import HfConfig, common, delta_nets, num_mtp_layers, require, require_keys
+from mcore_rl.families.config_json import HfConfig, common, delta_nets, num_mtp_layers, require, require_keys
 from mcore_rl.families.qwen3_next import FRACTION, Qwen3Next
 from mcore_rl.families.weight_map import HfRows
 

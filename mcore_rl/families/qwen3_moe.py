@@ -3,8 +3,8 @@
 from typing import Any
 
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.families.config_json import HfConfig, common, qwen_experts, qwen_experts_to_hf, require, require_keys
 from mcore_rl.families.family import Family
-from mcore_rl.families.hf_config import HfConfig, common, qwen_experts, qwen_experts_to_hf, require, require_keys
 
 
 class Qwen3Moe(Family):

@@ -5,19 +5,9 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.families import config_json as hf
+from mcore_rl.families.config_json import HfConfig
 from mcore_rl.families.family import Family
-from mcore_rl.families.hf_config import (
-    HfConfig,
-    common,
-    delta_nets,
-    delta_nets_to_hf,
-    needed,
-    num_mtp_layers,
-    qwen_experts,
-    qwen_experts_to_hf,
-    require,
-    require_keys,
-)
 from mcore_rl.families.rules import (
     ExpertLayout,
     LayerNames,
@@ -53,17 +43,19 @@ class Qwen3Next(Family):
 
     def from_hf(self, config: HfConfig) -> dict[str, Any]:
         """Return the keyword arguments of ModelConfig."""
-        require_keys(config, "num_key_value_heads", "head_dim")
-        require(config, {"attn_output_gate": True, "mtp_use_dedicated_embeddings": False})
-        return common(config, fraction=FRACTION) | {
-            "moe": self._experts(config),
-            "delta": delta_nets(config),
-            "mtp_layers": num_mtp_layers(config),
+        hf.require_keys(config, "num_key_value_heads", "head_dim")
+        hf.require(config, {"attn_output_gate": True, "mtp_use_dedicated_embeddings": False})
+        shared = {"shared_experts": 1, "shared_ffn_hidden_size": hf.needed(config, "shared_expert_intermediate_size")}
+        return hf.common(config, fraction=FRACTION) | {
+            # transformers' default is gates that sum to 1.
+            "moe": hf.qwen_experts({"norm_topk_prob": True, **config}) | shared,
+            "delta": hf.delta_nets(config),
+            "mtp_layers": hf.num_mtp_layers(config),
         }
 
     def to_hf(self, model: ModelConfig) -> dict[str, Any]:
         """Return the family's keys of config.json; transformers ignores the keys of MTP layers."""
-        experts = qwen_experts_to_hf(model) | {"shared_expert_intermediate_size": model.moe.shared_width}
+        experts = hf.qwen_experts_to_hf(model) | {"shared_expert_intermediate_size": model.moe.shared_width}
         return self._positions_and_layers(model) | experts
 
     def violations(self, model: ModelConfig) -> Iterator[str]:
@@ -79,11 +71,7 @@ class Qwen3Next(Family):
                 f"model.delta.value_heads={delta.value_heads} is not a multiple of model.delta.key_heads="
                 f"{delta.key_heads}: each head of queries and keys serves as many heads of values. Change one of them."
             )
-        if model.is_moe and model.moe.shared_experts != 1:
-            yield (
-                f"model.moe.shared_experts={model.moe.shared_experts}: {self.model_type} has one shared expert, "
-                "whose width is model.moe.shared_ffn_hidden_size. Set it to 1."
-            )
+        yield from super().violations(model)
         if model.mtp_layers > 1:
             yield f"model.mtp_layers={model.mtp_layers}: {self.model_type} has one. Set it to 1 or 0."
 
@@ -127,13 +115,7 @@ class Qwen3Next(Family):
                 begin += size
         return parts
 
-    def _experts(self, config: HfConfig) -> dict[str, Any]:
-        # transformers' default is gates that sum to 1.
-        return qwen_experts({"norm_topk_prob": True, **config}) | {
-            "shared_experts": 1,
-            "shared_ffn_hidden_size": needed(config, "shared_expert_intermediate_size"),
-        }
-
     def _positions_and_layers(self, model: ModelConfig) -> dict[str, Any]:
         mtp = {"mtp_num_hidden_layers": model.mtp_layers} if model.mtp_layers else {}
-        return {"attention_bias": False, "partial_rotary_factor": model.rope.fraction, **delta_nets_to_hf(model), **mtp}
+        common = {"attention_bias": False, "partial_rotary_factor": model.rope.fraction}
+        return common | hf.delta_nets_to_hf(model) | mtp

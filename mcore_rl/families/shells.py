@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from mcore_rl.errors import ConfigError
-from mcore_rl.families.hf_config import FLAG, OBJECT, HfConfig, check_types, needed, require
+from mcore_rl.families.config_json import FLAG, OBJECT, HfConfig, check_types, needed, require
 
 TEXT = "text_config"
 """Key of the text model's config in config.json."""
@@ -44,39 +45,21 @@ class Shell:
         return text_name
 
 
-LANGUAGE_MODEL, VISUAL = {"model.language_model.": "model."}, ("model.visual.",)
+_visual = partial(Shell, prefixes={"model.language_model.": "model."}, passing=("model.visual.",), is_tied=False)
 QWEN3_VL_DEFAULTS = {"rope_theta": 500000.0}
 SHELLS: dict[str, Shell] = {
-    "qwen3_vl": Shell(
-        text_types={"qwen3_vl_text": "qwen3"},
-        prefixes=LANGUAGE_MODEL,
-        passing=VISUAL,
-        is_tied=False,
-        defaults=QWEN3_VL_DEFAULTS,
-    ),
-    "qwen3_vl_moe": Shell(
+    "qwen3_vl": _visual(text_types={"qwen3_vl_text": "qwen3"}, defaults=QWEN3_VL_DEFAULTS),
+    "qwen3_vl_moe": _visual(
         text_types={"qwen3_vl_moe_text": "qwen3_moe"},
-        prefixes=LANGUAGE_MODEL,
-        passing=VISUAL,
-        is_tied=False,
         fixed={"norm_topk_prob": True},
         defaults=QWEN3_VL_DEFAULTS,
         has_transposed_experts=True,
     ),
-    "glm4v_moe": Shell(
-        text_types={"glm4v_moe_text": "glm4_moe"},
-        prefixes=LANGUAGE_MODEL,
-        passing=VISUAL,
-        is_tied=False,
-        fixed={"use_qk_norm": False},
-        defaults={"attention_bias": True},
+    "glm4v_moe": _visual(
+        text_types={"glm4v_moe_text": "glm4_moe"}, fixed={"use_qk_norm": False}, defaults={"attention_bias": True}
     ),
-    "qwen3_5": Shell(
-        text_types={"qwen3_5_text": "qwen3_5_text"}, prefixes=LANGUAGE_MODEL, passing=VISUAL, is_tied=False
-    ),
-    "qwen3_5_moe": Shell(
-        text_types={"qwen3_5_moe_text": "qwen3_5_moe_text"}, prefixes=LANGUAGE_MODEL, passing=VISUAL, is_tied=False
-    ),
+    "qwen3_5": _visual(text_types={"qwen3_5_text": "qwen3_5_text"}),
+    "qwen3_5_moe": _visual(text_types={"qwen3_5_moe_text": "qwen3_5_moe_text"}),
     "kimi_k25": Shell(
         text_types={"kimi_k2": "deepseek_v3", "deepseek_v3": "deepseek_v3"},
         prefixes={"language_model.": ""},

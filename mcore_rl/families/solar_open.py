@@ -3,16 +3,9 @@
 from typing import Any
 
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.families import config_json as hf
+from mcore_rl.families.config_json import HfConfig
 from mcore_rl.families.family import GROUPED_EXPERTS, Family
-from mcore_rl.families.hf_config import (
-    HfConfig,
-    common,
-    grouped_experts,
-    grouped_experts_to_hf,
-    needed,
-    require,
-    require_keys,
-)
 
 
 class SolarOpen(Family):
@@ -28,8 +21,8 @@ class SolarOpen(Family):
 
     def from_hf(self, config: HfConfig) -> dict[str, Any]:
         """Return the keyword arguments of ModelConfig."""
-        require_keys(config, "num_key_value_heads", "head_dim")
-        require(
+        hf.require_keys(config, "num_key_value_heads", "head_dim")
+        hf.require(
             config,
             {
                 "norm_topk_prob": True,
@@ -41,10 +34,10 @@ class SolarOpen(Family):
             },
         )
         # In this family `attention_bias` means only queries, keys and values; the width of dense layers is unused.
-        width = needed(config, "moe_intermediate_size")
-        arguments = common({**config, "attention_bias": False, "intermediate_size": width}, theta=1e6)
+        width = hf.needed(config, "moe_intermediate_size")
+        arguments = hf.common({**config, "attention_bias": False, "intermediate_size": width}, theta=1e6)
         # Absent groups are none, as for transformers: published configs leave them out.
-        moe = grouped_experts({"n_group": 1, "topk_group": 1, **config, "first_k_dense_replace": 0})
+        moe = hf.grouped_experts({"n_group": 1, "topk_group": 1, **config, "first_k_dense_replace": 0})
         return arguments | {
             "qkv_bias": "on" if config.get("attention_bias") else "off",
             "moe": moe | {"balance": "none", "expert_bias": True},
@@ -52,7 +45,7 @@ class SolarOpen(Family):
 
     def to_hf(self, model: ModelConfig) -> dict[str, Any]:
         """Return the family's keys of config.json."""
-        return grouped_experts_to_hf(model) | {
+        return hf.grouped_experts_to_hf(model) | {
             "attention_bias": self.has_qkv_bias(model),
             "norm_topk_prob": True,
             "use_qk_norm": False,

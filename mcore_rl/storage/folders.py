@@ -18,7 +18,7 @@ from mcore_rl.config.optim import LoraConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.families import family_of, model_from_hf
-from mcore_rl.families.hf_config import num_mtp_layers
+from mcore_rl.families.config_json import num_mtp_layers
 from mcore_rl.families.shells import text_config
 from mcore_rl.storage.checkpoint import MARKER, Marker, find_checkpoint, path_of_step, read_marker
 from mcore_rl.storage.files import (
@@ -89,9 +89,7 @@ def refuse_cut_off(file: Path) -> None:
 
 
 def snapshot_in(folder: Path) -> Path | None:
-    """Return the snapshot of a model in the hub's cache, from its folder `models--...`: the main branch's, or the only
-    snapshot; None if `folder` is no such folder, or has several snapshots and no main branch.
-    """
+    """Return the main branch's or only snapshot in a hub cache's `models--...`; None if there is no such one."""
     snapshots = folder / "snapshots"
     if not snapshots.is_dir() or (folder / "config.json").exists():
         return None
@@ -180,9 +178,7 @@ def find_model(name: str, field: str = "model.path") -> Path:
 
 
 def read_model_folder(path: Path, family: str | None = None) -> ModelFolder:
-    """Return the description of the model in the folder of a run, a checkpoint (the newest), an import or a Hugging
-    Face model. Raises CheckpointError or ConfigError if it describes none, or one that Megatron cannot build.
-    """
+    """Return the model in the folder of a run, checkpoint, import or Hugging Face's; an McoreRlError if none."""
     if (path / "config.toml").is_file():
         return read_run(path)
     refuse_absent_content(path)
@@ -224,9 +220,7 @@ def read_run(folder: Path) -> ModelFolder:
 
 
 def run_of_checkpoint(checkpoint: Path) -> Path | None:
-    """Return the folder of the run that wrote `checkpoint`, if any: the nearest folder above it with a config.toml next
-    to the checkpoint, or next to the folder `checkpoints` that it is in.
-    """
+    """Return the folder of the run that wrote `checkpoint`: the nearest above it with a config.toml."""
     path = checkpoint.absolute()
     # A config.toml further up may be unrelated, such as a project's that contains a converted checkpoint.
     return next(
@@ -314,9 +308,17 @@ class ModelImport:
         may_have_mtp = num_mtp_layers(text_config(read_config(source))) or family_of(model).mtp_prefix
         if model.mtp_layers == 0 and may_have_mtp:
             options += ["--mtp", "drop"]
-        identity = [read_config(source), options, sorted(_identity(source).items())]
+        weights = sizes_and_times(sorted(source.glob("*.safetensors*")))
+        if not any(path.suffix == ".safetensors" for path in weights):
+            raise CheckpointError(
+                f"{source} has no *.safetensors, only an index. Download the folder again.{unfinished_download(source)}"
+            )
+        identity = [read_config(source), options, sorted((path.name, stamp) for path, stamp in weights.items())]
         key = sha256(repr(identity).encode()).hexdigest()[:DIGITS]
-        self.path = imports / f"{_name(source)}-{key}"
+        whole = source.absolute()
+        is_in_cache = whole.parent.name == "snapshots"
+        name = whole.parent.parent.name.removeprefix("models--") if is_in_cache else whole.name
+        self.path = imports / f"{name}-{key}"
         """Folder that has, or will have, the checkpoint."""
         self.command = ["convert", "import", str(source), str(self.path), *options]
 
@@ -342,19 +344,3 @@ def imports_folder(environment: Mapping[str, str], run_dir: Path | None) -> Path
         return run_dir.parent / IMPORTS
     cache = Path(environment.get("XDG_CACHE_HOME", ""))
     return (cache if cache.is_absolute() else Path.home() / ".cache") / "mcore_rl" / IMPORTS
-
-
-def _identity(source: Path) -> dict[str, tuple[int, int]]:
-    found = sizes_and_times(sorted(source.glob("*.safetensors*")))
-    if not any(path.suffix == ".safetensors" for path in found):
-        raise CheckpointError(
-            f"{source} has no *.safetensors, only an index. Download the folder again.{unfinished_download(source)}"
-        )
-    return {path.name: stamp for path, stamp in found.items()}
-
-
-def _name(source: Path) -> str:
-    path = source.absolute()
-    if path.parent.name == "snapshots":
-        return path.parent.parent.name.removeprefix("models--")
-    return path.name

@@ -12,30 +12,11 @@ from mcore_rl.checks.model import checked_model_from_hf
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.convert.copying.conversion import RecordedTask
 from mcore_rl.convert.copying.tensors import ByteRun, FileBytes, TargetTensor, as_bytes, chunks_of, fill
+from mcore_rl.convert.hf import quantization
 from mcore_rl.convert.hf.folder import HfFolder, HfTensor, open_hf
-from mcore_rl.convert.hf.quantization import (
-    FP8,
-    FP8_BLOCK,
-    FP8_SCALE,
-    INT4_PACKED,
-    INT4_SCALE,
-    INT4_SHAPE,
-    MXFP4_BLOCKS,
-    MXFP4_SCALES,
-    dequantize_fp8,
-    fp8_block_size,
-    fp8_faults,
-    int4_faults,
-    int4_shapes,
-    mxfp4_faults,
-    mxfp4_shapes,
-    unpack_int4,
-    unpack_mxfp4,
-    with_scale_types,
-)
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families import family_of, weight_map
-from mcore_rl.families.hf_config import OBJECT, check_types
+from mcore_rl.families.config_json import OBJECT, check_types
 from mcore_rl.families.rules import ExpertLayout
 from mcore_rl.families.shells import shell_of, text_config
 from mcore_rl.families.weight_map import AxisRange, Copies, Region, RegionCopy, WeightMap, listed, sizes, whole
@@ -45,12 +26,12 @@ from mcore_rl.storage.checksums import PartChecksum, as_hex, joined
 class HfSource:
     """Tensors of a Hugging Face folder; fp8, mxfp4 and int4 tensors are dequantized."""
 
-    def __init__(self, folder: HfFolder, fp8_block: int = FP8_BLOCK) -> None:
+    def __init__(self, folder: HfFolder, fp8_block: int = quantization.FP8_BLOCK) -> None:
         self._tensors = folder.tensors
         self._files = FileBytes(folder.path)
         self._fp8_block = fp8_block
-        self._mxfp4_shapes = mxfp4_shapes(folder.tensors)
-        self._int4_shapes = int4_shapes(folder.tensors)
+        self._mxfp4_shapes = quantization.mxfp4_shapes(folder.tensors)
+        self._int4_shapes = quantization.int4_shapes(folder.tensors)
 
     def has(self, name: str) -> bool:
         """Return whether the folder has a tensor of this name."""
@@ -74,10 +55,10 @@ class HfSource:
             shape = (where[0].stop - where[0].start, *tensor.shape[1:]) if where else ()
             rows = raw.view(tensor.dtype).view(shape)
             # A target in fp8 takes the stored bytes: `verify` compares quantized folders as they are.
-            if tensor.dtype in FP8 and out.dtype not in FP8:
-                scales = torch.empty(self._tensors[name + FP8_SCALE].shape)
-                self.fill(scales, name + FP8_SCALE, whole(scales.shape))
-                rows = dequantize_fp8(rows, scales, where[0].start, self._fp8_block, out.dtype)
+            if tensor.dtype in quantization.FP8 and out.dtype not in quantization.FP8:
+                scales = torch.empty(self._tensors[name + quantization.FP8_SCALE].shape)
+                self.fill(scales, name + quantization.FP8_SCALE, whole(scales.shape))
+                rows = quantization.dequantize_fp8(rows, scales, where[0].start, self._fp8_block, out.dtype)
             # `rows` begins with the region's first row, so the first axis counts from 0.
             inside = tuple(slice(*axis) for axis in ((0, shape[0], where[0].step), *where[1:])) if where else ()
             out.copy_(rows[inside].view(out.shape))
@@ -87,9 +68,9 @@ class HfSource:
     def prefetch(self, name: str, where: Region) -> None:
         """Let the disk begin to read a region (see TensorSource)."""
         if name in self._mxfp4_shapes:
-            name, where = name + MXFP4_BLOCKS, where[:1]
+            name, where = name + quantization.MXFP4_BLOCKS, where[:1]
         if name in self._int4_shapes:
-            name, where = name + INT4_PACKED, where[:1]
+            name, where = name + quantization.INT4_PACKED, where[:1]
         tensor = self._tensors[name]
         self._files.prefetch(tensor.file, *_bytes_of_rows(tensor, where))
 
@@ -118,26 +99,26 @@ class HfSource:
         out_ECR = out.view(sizes(where))
         for index, expert in enumerate(range(*experts)):
             parts = []
-            for suffix in (MXFP4_BLOCKS, MXFP4_SCALES):
+            for suffix in (quantization.MXFP4_BLOCKS, quantization.MXFP4_SCALES):
                 tensor = self._tensors[name + suffix]
                 inside = tuple(AxisRange(0, size) for size in tensor.shape[2:])
                 part = torch.empty((1, rows.count, *tensor.shape[2:]), dtype=tensor.dtype)
                 self.fill(part, name + suffix, (AxisRange(expert, expert + 1), rows, *inside))
                 parts.append(part[0])
             values_RC = torch.empty(rows.count, self._mxfp4_shapes[name][1], dtype=out.dtype)
-            unpack_mxfp4(values_RC, *parts)
+            quantization.unpack_mxfp4(values_RC, *parts)
             out_ECR[index] = values_RC[:, slice(*columns)].mT
 
     def _fill_from_int4(self, out: Tensor, name: str, where: Region) -> None:
         rows, columns = where
         parts = []
-        for suffix in (INT4_PACKED, INT4_SCALE):
+        for suffix in (quantization.INT4_PACKED, quantization.INT4_SCALE):
             tensor = self._tensors[name + suffix]
             part = torch.empty((rows.count, tensor.shape[1]), dtype=tensor.dtype)
             self.fill(part, name + suffix, (rows, AxisRange(0, tensor.shape[1])))
             parts.append(part)
         values_RC = torch.empty(rows.count, self._int4_shapes[name][1], dtype=out.dtype)
-        unpack_int4(values_RC, *parts)
+        quantization.unpack_int4(values_RC, *parts)
         out.copy_(values_RC[:, slice(*columns)].view(out.shape))
 
 
@@ -191,8 +172,10 @@ class HfModel:
         """Return the type that a tensor is read as; a quantized tensor is read as the model's type."""
         tensor = self.folder.tensors.get(name)
         # mxfp4 and int4 tensors are absent: the folder has their blocks and scales, under other names.
-        if tensor is None or tensor.dtype in FP8:
-            return _model_dtype(self.folder.config or {})
+        if tensor is None or tensor.dtype in quantization.FP8:
+            config = self.folder.config or {}
+            name = str(config.get("dtype") or config.get("torch_dtype"))
+            return {"float32": torch.float32, "float16": torch.float16}.get(name, torch.bfloat16)
         return tensor.dtype
 
     def source(self) -> HfSource:
@@ -213,9 +196,13 @@ def open_hf_model(
     _refuse_consolidated(folder)
     config = folder.config
     quantized = with_quantization(config)
-    folder = replace(folder, tensors=with_scale_types(folder.tensors, quantized))
+    folder = replace(folder, tensors=quantization.with_scale_types(folder.tensors, quantized))
     folder, passing = in_text_names(folder)
-    model, layout = _with_mtp(checked_model_from_hf(config, family), folder), expert_layout(folder)
+    model, layout = checked_model_from_hf(config, family), expert_layout(folder)
+    prefix = family_of(model).mtp_prefix
+    if prefix is not None and not model.mtp_layers and any(name.startswith(prefix) for name in folder.tensors):
+        # Qwen3-Next's config.json has no key for the layer that its folder has; some programs save none of it.
+        model = model.model_copy(update={"mtp_layers": 1})
     if vocab_multiple is not None:
         model = model.model_copy(update={"vocab_multiple": vocab_multiple})
     converted = model.model_copy(update={"mtp_layers": 0}) if mtp == "drop" else model
@@ -229,7 +216,7 @@ def open_hf_model(
         folder=folder,
         model=converted,
         weights=weights,
-        fp8_block=fp8_block_size(quantized),
+        fp8_block=quantization.fp8_block_size(quantized),
         dropped=tuple(sorted(dropped & folder.tensors.keys())),
         passing=passing,
     )
@@ -271,6 +258,13 @@ def in_text_names(folder: HfFolder) -> tuple[HfFolder, tuple[str, ...]]:
     return replace(folder, tensors=tensors), tuple(name for name, text in names.items() if text is None)
 
 
+def as_stored(folder: HfFolder, name: str) -> TargetTensor:
+    """Return a target with the name, shape and type of a tensor of the folder."""
+    tensor = folder.tensors[name]
+    copies = Copies([RegionCopy(whole(tensor.shape), name, whole(tensor.shape))])
+    return TargetTensor(name=name, shape=tensor.shape, dtype=tensor.dtype, copies=copies)
+
+
 def expert_layout(folder: HfFolder) -> ExpertLayout:
     """Return whether each expert of a layer is a tensor, or all experts are in a single tensor, transposed or not."""
     fused = next((t for name, t in folder.tensors.items() if name.endswith(".experts.gate_up_proj")), None)
@@ -282,19 +276,6 @@ def expert_layout(folder: HfFolder) -> ExpertLayout:
     # Some programs write experts in the usual layout; if square matrices fit both, assume the published layout.
     hidden = text_config(folder.config or {}).get("hidden_size")
     return "transposed" if fused.shape[1:2] == (hidden,) else "fused"
-
-
-def _with_mtp(model: ModelConfig, folder: HfFolder) -> ModelConfig:
-    """Add the MTP layer that the folder has: Qwen3-Next's config.json has no key for it, and some folders lack it."""
-    prefix = family_of(model).mtp_prefix
-    if prefix is None or model.mtp_layers or not any(name.startswith(prefix) for name in folder.tensors):
-        return model
-    return model.model_copy(update={"mtp_layers": 1})
-
-
-def _model_dtype(config: dict[str, Any]) -> torch.dtype:
-    name = config.get("dtype") or config.get("torch_dtype")
-    return {"float32": torch.float32, "float16": torch.float16}.get(str(name), torch.bfloat16)
 
 
 def _refuse_consolidated(folder: HfFolder) -> None:
@@ -314,14 +295,17 @@ def _check_names(found: HfModel, dropped: set[str]) -> None:
     shapes = {
         name: shape
         for name, shape in found.folder.shapes.items()
-        if name not in left and not (name.endswith(FP8_SCALE) and name.removesuffix(FP8_SCALE) in found.folder.tensors)
+        if name not in left
+        and not (
+            name.endswith(quantization.FP8_SCALE) and name.removesuffix(quantization.FP8_SCALE) in found.folder.tensors
+        )
     }
-    for name, shape in mxfp4_shapes(found.folder.tensors).items():
-        shapes.pop(name + MXFP4_BLOCKS)
-        shapes.pop(name + MXFP4_SCALES, None)
+    for name, shape in quantization.mxfp4_shapes(found.folder.tensors).items():
+        shapes.pop(name + quantization.MXFP4_BLOCKS)
+        shapes.pop(name + quantization.MXFP4_SCALES, None)
         shapes[name] = shape
-    for name, shape in int4_shapes(found.folder.tensors).items():
-        for suffix in (INT4_PACKED, INT4_SCALE, INT4_SHAPE):
+    for name, shape in quantization.int4_shapes(found.folder.tensors).items():
+        for suffix in (quantization.INT4_PACKED, quantization.INT4_SCALE, quantization.INT4_SHAPE):
             shapes.pop(name + suffix, None)
         shapes[name] = shape
     # Without a prefix of their own, MTP layers are numbered after the model's layers.
@@ -337,30 +321,24 @@ def _check_names(found: HfModel, dropped: set[str]) -> None:
 
 def _check_types(found: HfModel) -> None:
     tensors = found.folder.tensors
-    faults = [*fp8_faults(tensors, found.fp8_block), *mxfp4_faults(tensors), *int4_faults(tensors)]
+    faults = [
+        *quantization.fp8_faults(tensors, found.fp8_block),
+        *quantization.mxfp4_faults(tensors),
+        *quantization.int4_faults(tensors),
+    ]
     for name in found.weights.hf_shapes:
         dtype = found.dtype(name) if name not in tensors else tensors[name].dtype
-        if dtype not in (*FLOATS, *FP8):
+        if dtype not in (*FLOATS, *quantization.FP8):
             faults.append(f"{name} is {dtype}, wanted fp64, fp32, bf16, fp16, or fp8 with scales")
     if faults:
         raise CheckpointError(f"{found.folder.path} has tensors of types that cannot be converted:\n{listed(faults)}")
 
 
 def _equal(found: HfModel, one: str, other: str) -> bool:
-    source, shape = found.source(), found.folder.tensors[one].shape
+    source = found.source()
     if found.dtype(one) != found.dtype(other):
         return False
-    sides = [
-        chunks_of(
-            TargetTensor(
-                name=name,
-                shape=shape,
-                dtype=found.dtype(name),
-                copies=Copies([RegionCopy(whole(shape), name, whole(shape))]),
-            )
-        )
-        for name in (one, other)
-    ]
+    sides = [chunks_of(replace(as_stored(found.folder, name), dtype=found.dtype(name))) for name in (one, other)]
     return all(
         torch.equal(fill(a, source).view(torch.uint8), fill(b, source).view(torch.uint8))
         for a, b in zip(*sides, strict=True)

@@ -98,7 +98,8 @@ def text_files(text: ModelText, model: ModelConfig, reference: Path | None) -> t
         files.pop(f"{MORE_TEMPLATES}/{TOOL_USE}.jinja", None)
     special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
     generation = _generation_config(text, tokenizer, reference, path)
-    files[GENERATION_CONFIG] = _json({name: token for name, token in special.items() if token is not None} | generation)
+    content = {name: token for name, token in special.items() if token is not None} | generation
+    files[GENERATION_CONFIG] = (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
     return files, special
 
 
@@ -151,7 +152,8 @@ def model_card(model: ModelConfig, step: int, run: Path | None, reference: Path 
             "versions": ", ".join(f"{name} {version}" for name, version in last.versions.items()),
         }
         lines += ["## Training", "", "| | |", "|---|---|"]
-        lines += [f"| {name} | {_cell(value)} |" for name, value in rows.items()] + [""]
+        cells = {name: value.replace("|", "\\|").replace("\n", " ") for name, value in rows.items()}
+        lines += [f"| {name} | {cell} |" for name, cell in cells.items()] + [""]
     metrics = _last_metrics(run, step) if run else {}
     if metrics:
         lines += ["## Metrics", "", "| metric | value | step |", "|---|--:|--:|"]
@@ -247,11 +249,3 @@ def _last_metrics(run: Path, step: int) -> dict[str, tuple[float, int]]:
             if name.startswith(CARD_METRICS) and isinstance(value, int | float) and at <= step:
                 found[name] = float(value), at
     return found
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
-
-
-def _json(content: dict[str, Any]) -> bytes:
-    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()

@@ -24,25 +24,11 @@ from mcore_rl.convert.copying.tensors import (
     fill,
     refuse_not_finite,
 )
+from mcore_rl.convert.hf import quantization
 from mcore_rl.convert.hf.folder import DTYPE_NAMES, HfFolder
-from mcore_rl.convert.hf.model import QUANTIZATION, HfSource, with_quantization
-from mcore_rl.convert.hf.quantization import (
-    FP8,
-    FP8_SCALE,
-    INT4_PACKED,
-    INT4_SCALE,
-    INT4_SHAPE,
-    POWERS,
-    fp8_block_size,
-    fp8_faults,
-    int4_faults,
-    int4_shapes,
-    pack_int4,
-    quantize_fp8,
-    with_scale_types,
-)
+from mcore_rl.convert.hf.model import QUANTIZATION, HfSource, as_stored, with_quantization
 from mcore_rl.errors import CheckpointError
-from mcore_rl.families.weight_map import AxisRange, Copies, Region, RegionCopy, listed, sizes, whole
+from mcore_rl.families.weight_map import AxisRange, Region, listed, sizes
 
 
 class SafetensorsWriter:
@@ -135,9 +121,12 @@ BlockKind = Literal["int4", "fp8"]
 Quantization = Literal["none", BlockKind]
 METHODS: dict[BlockKind, str] = {"int4": "compressed-tensors", "fp8": "fp8"}
 """`quant_method` in config.json."""
-PARTS: dict[BlockKind, tuple[str, ...]] = {"int4": (INT4_PACKED, INT4_SCALE, INT4_SHAPE), "fp8": ("", FP8_SCALE)}
+PARTS: dict[BlockKind, tuple[str, ...]] = {
+    "int4": (quantization.INT4_PACKED, quantization.INT4_SCALE, quantization.INT4_SHAPE),
+    "fp8": ("", quantization.FP8_SCALE),
+}
 """Suffixes of the names of the tensors that a weight is stored as."""
-COMPUTED: dict[BlockKind, tuple[str, ...]] = {"int4": (INT4_PACKED,), "fp8": PARTS["fp8"]}
+COMPUTED: dict[BlockKind, tuple[str, ...]] = {"int4": (quantization.INT4_PACKED,), "fp8": PARTS["fp8"]}
 """The parts that follow from the checkpoint's weights; all others are the reference's."""
 SCALES: dict[BlockKind, str] = {
     "int4": "the reference's scales",
@@ -186,16 +175,14 @@ class Blocks:
 def blocks_like(
     kind: Quantization, reference: HfFolder | None, path: Path | None, plain: Sequence[TargetTensor]
 ) -> Blocks | None:
-    """Return which of the tensors `plain` are written in blocks, as the reference has them; None if none shall be.
-    Raises CheckpointError if the reference has no such blocks, or they contradict its config.json or the model.
-    """
+    """Return which of the tensors `plain` are written in blocks, as the reference has them; None if none shall be."""
     if kind == "none":
         return None
     tensors = reference.tensors if reference else {}
     shapes = (
-        int4_shapes(tensors)
+        quantization.int4_shapes(tensors)
         if kind == "int4"
-        else {name: tensor.shape for name, tensor in tensors.items() if tensor.dtype in FP8}
+        else {name: tensor.shape for name, tensor in tensors.items() if tensor.dtype in quantization.FP8}
     )
     if reference is None or not shapes:
         raise CheckpointError(
@@ -203,33 +190,26 @@ def blocks_like(
             "has none. Name one that has, or leave out --quantize."
         )
     config = with_quantization(reference.config or {})
-    quantization = config.get(QUANTIZATION) or {}
-    if quantization.get("quant_method") != METHODS[kind]:
+    declared = config.get(QUANTIZATION) or {}
+    if declared.get("quant_method") != METHODS[kind]:
         raise CheckpointError(
             f"--reference {path} has tensors in {kind} blocks, and its config.json has quantization_config "
-            f"{quantization or None}, so that no server would read the output. Take the config.json of those weights."
+            f"{declared or None}, so that no server would read the output. Take the config.json of those weights."
         )
     weights = {target.name: target for target in plain if target.name in shapes}
-    typed = replace(reference, tensors=with_scale_types(tensors, config))
-    size = fp8_block_size(config)
-    faults = [*(int4_faults(tensors) if kind == "int4" else fp8_faults(typed.tensors, size))]
+    typed = replace(reference, tensors=quantization.with_scale_types(tensors, config))
+    size = quantization.fp8_block_size(config)
+    faults = [*(quantization.int4_faults(tensors) if kind == "int4" else quantization.fp8_faults(typed.tensors, size))]
     faults += [
         f"{name} has shape {shapes[name]}, the model wants {target.shape}"
         for name, target in weights.items()
         if shapes[name] != target.shape
     ]
     if kind == "fp8":
-        faults += _exceptions(weights, quantization.get("modules_to_not_convert") or ())
+        faults += _exceptions(weights, declared.get("modules_to_not_convert") or ())
     if faults:
         raise CheckpointError(f"--quantize {kind} cannot follow the blocks of --reference {path}:\n{listed(faults)}")
     return Blocks(kind=kind, reference=reference, weights=weights)
-
-
-def as_stored(reference: HfFolder, name: str) -> TargetTensor:
-    """Return a target with the name, shape and type of a tensor of the reference."""
-    tensor = reference.tensors[name]
-    copies = Copies([RegionCopy(whole(tensor.shape), name, whole(tensor.shape))])
-    return TargetTensor(name=name, shape=tensor.shape, dtype=tensor.dtype, copies=copies)
 
 
 class WithReference:
@@ -304,8 +284,8 @@ class WithInt4(WithBlocks):
     """The tensors of an export with int4 blocks; only words of numbers are computed."""
 
     def _compute(self, out: Tensor, weight: TargetTensor, name: str, where: Region) -> None:
-        scales = self._scales(weight.name + INT4_SCALE, where[0])
-        words = pack_int4(self._weights(weight, where[0]), scales)
+        scales = self._scales(weight.name + quantization.INT4_SCALE, where[0])
+        words = quantization.pack_int4(self._weights(weight, where[0]), scales)
         out.copy_(words[:, slice(*where[1])].view(out.shape))
 
 
@@ -314,9 +294,11 @@ class WithFp8(WithBlocks):
 
     def __init__(self, source: TensorSource, folder: HfFolder, computed: Mapping[str, TargetTensor]) -> None:
         config = with_quantization(folder.config or {})
-        self._block = fp8_block_size(config)
-        self._in_powers = (config.get(QUANTIZATION) or {}).get("scale_fmt") == POWERS
-        super().__init__(source, replace(folder, tensors=with_scale_types(folder.tensors, config)), computed)
+        self._block = quantization.fp8_block_size(config)
+        self._in_powers = (config.get(QUANTIZATION) or {}).get("scale_fmt") == quantization.POWERS
+        super().__init__(
+            source, replace(folder, tensors=quantization.with_scale_types(folder.tensors, config)), computed
+        )
 
     def _compute(self, out: Tensor, weight: TargetTensor, name: str, where: Region) -> None:
         (rows, columns), is_scale = where, name != weight.name
@@ -329,10 +311,10 @@ class WithFp8(WithBlocks):
             out_RC[low - rows.start : high - rows.start] = part[low - first : high - first, slice(*columns)]
 
     def _row_of_blocks(self, weight: TargetTensor, index: int) -> tuple[Tensor, Tensor]:
-        name, first = weight.name + FP8_SCALE, index * self._block
+        name, first = weight.name + quantization.FP8_SCALE, index * self._block
         rows = AxisRange(first, min(first + self._block, weight.shape[0]))
         dtype = self._folder.tensors[name].dtype
-        return quantize_fp8(
+        return quantization.quantize_fp8(
             self._weights(weight, rows),
             self._scales(name, AxisRange(index, index + 1)),
             self._block,

@@ -112,7 +112,11 @@ def open_dist(path: Path) -> DistFolder:
     base_path = None if marker is None else base_of(path, marker)
     base = None if base_path is None else open_dist(base_path)
     if base is not None:
-        tensors |= {key: _in_folder(base.tensors[key], base.path) for key in held_by_base(base.tensors, tensors)}
+        for key in held_by_base(base.tensors, tensors):
+            held = base.tensors[key]
+            saved = (part.saved._replace(file=str(base.path / part.saved.file)) for part in held.parts)
+            parts = (replace(part, saved=place) for part, place in zip(held.parts, saved, strict=True))
+            tensors[key] = replace(held, parts=tuple(parts))
         digest, stamps = f"{digest} {base.digest}", stamps | base.stamps
     return DistFolder(
         path=path,
@@ -162,12 +166,6 @@ def _entries(path: Path, metadata: StoredMetadata) -> tuple[dict[str, DistTensor
     return tensors, objects
 
 
-def _in_folder(tensor: DistTensor, folder: Path) -> DistTensor:
-    """Return a tensor of the checkpoint in `folder` for use in another folder: its parts get absolute paths."""
-    parts = (replace(part, saved=part.saved._replace(file=str(folder / part.saved.file))) for part in tensor.parts)
-    return replace(tensor, parts=tuple(parts))
-
-
 def _file_range(path: Path, key: str, info: object) -> FileRange:
     file, offset, length = (getattr(info, name, None) for name in ("relative_path", "offset", "length"))
     if (
@@ -185,9 +183,8 @@ def _file_range(path: Path, key: str, info: object) -> FileRange:
 
 
 def _step(path: Path) -> int:
-    named = step_of(path)
-    if named is not None:
+    if (named := step_of(path)) is not None:
         return named
-    common = path / "common.pt"
+    common = path / COMMON
     step = load_common(common.read_bytes(), str(common)).get("iteration", 0) if common.is_file() else 0
     return step if isinstance(step, int) else 0

@@ -1,7 +1,7 @@
 """Match a Megatron checkpoint to a model family, and its keys to one of Megatron's layouts."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -99,11 +99,12 @@ class KeyTranslation:
             if self.layout.layers == "singletons":
                 key, where = _single(key, where, canonical.mcore_shapes[block.mcore_key])
             blocks.append(replace(block, mcore_key=key, mcore_where=where))
-        fp32 = {self._key(key, layer) for key in canonical.fp32_keys for layer in self._layers(key, canonical)}
+        shapes = canonical.mcore_shapes
+        fp32 = {self._key(key, layer) for key in canonical.fp32_keys for layer in self._layers(key, shapes[key])}
         return replace(
             canonical,
             blocks=tuple(blocks),
-            mcore_shapes=dict(self.shapes(canonical.mcore_shapes)),
+            mcore_shapes=dict(self.shapes(shapes)),
             padding=tuple(self.locate(key, where) for key, where in canonical.padding),
             fp32_keys=frozenset(fp32),
         )
@@ -118,15 +119,13 @@ class KeyTranslation:
     def shapes(self, canonical: Mapping[str, Shape]) -> Iterator[tuple[str, Shape]]:
         """Yield the keys and shapes of this layout, from the weight map's."""
         for key, shape in canonical.items():
-            apart = self.layout.layers != "stacked" and is_stacked(key)
-            for layer in range(shape[0]) if apart else (None,):
-                found = self._key(key, layer), shape[1:] if apart else shape
+            for layer in self._layers(key, shape):
+                found = self._key(key, layer), shape if layer is None else shape[1:]
                 yield from _singles(*found) if self.layout.layers == "singletons" else (found,)
 
-    def _layers(self, key: str, canonical: WeightMap) -> list[int | None]:
+    def _layers(self, key: str, shape: Shape) -> Sequence[int | None]:
         """Return the layers that have a tensor of their own; [None] if a single tensor has all layers."""
-        apart = self.layout.layers != "stacked" and is_stacked(key)
-        return list(range(canonical.mcore_shapes[key][0])) if apart else [None]
+        return range(shape[0]) if self.layout.layers != "stacked" and is_stacked(key) else [None]
 
     def _key(self, key: str, layer: int | None) -> str:
         front, rest = _parted(key)
@@ -170,9 +169,7 @@ def native_layout(model: ModelConfig) -> KeyLayout:
 
 
 def extra_state_keys(weights: WeightMap) -> Iterator[str]:
-    """Yield the keys of all extra states that a model of TransformerEngine's or local layers may look for, one for each
-    module, and for each expert of one. `weights` is the map under the layout's keys.
-    """
+    """Yield the keys of all extra states that a model may look for: one a module, and one an expert of it."""
     modules: dict[str, Shape] = {}
     for key, shape in weights.mcore_shapes.items():
         module = key.rpartition(".")[0]

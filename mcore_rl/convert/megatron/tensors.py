@@ -19,7 +19,7 @@ from mcore_rl.config.optim import LoraConfig
 from mcore_rl.convert.copying.tensors import ByteRun, ChunkBytes, FileBytes, as_bytes
 from mcore_rl.convert.megatron.folder import DistFolder, DistPart
 from mcore_rl.errors import CheckpointError
-from mcore_rl.families.rules import packed_rows
+from mcore_rl.families.rules import Rows, packed_rows
 from mcore_rl.families.weight_map import AxisRange, Region, Shape, sizes
 from mcore_rl.storage.archives import (
     HEADER_BYTES,
@@ -84,8 +84,9 @@ def find_tensor(data: SliceableBytes, start: int, what: str) -> SavedTensor:
 
 def save(file: io.FileIO, content: ChunkBytes) -> None:
     """Append a chunk to a file, with the bytes that `torch.save` would write."""
-    target, shape = content.chunk.target, sizes(content.chunk.where)
-    small = {"data.pkl": _pickled(shape, target.dtype), "byteorder": b"little", "version": b"3\n"}
+    pickled = io.BytesIO()
+    _TensorPickler(pickled, protocol=2).dump(_TensorToPickle(sizes(content.chunk.where), content.chunk.target.dtype))
+    small = {"data.pkl": pickled.getvalue(), "byteorder": b"little", "version": b"3\n"}
     front = b""
     records = []
     for name, data in small.items():
@@ -177,12 +178,6 @@ def _directory(records: Sequence[_RecordHeader], position: int) -> bytes:
     assert position <= MAX_ARCHIVE_BYTES, f"{position} bytes of one chunk"
     entries = b"".join(record.directory_entry() for record in records)
     return entries + struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, len(records), len(records), len(entries), position, 0)
-
-
-def _pickled(shape: Shape, dtype: torch.dtype) -> bytes:
-    file = io.BytesIO()
-    _TensorPickler(file, protocol=2).dump(_TensorToPickle(shape, dtype))
-    return file.getvalue()
 
 
 class _StorageToPickle:
@@ -375,17 +370,22 @@ def stored_adapters(folder: DistFolder, lora: LoraConfig, model: ModelConfig) ->
         *_, rows_a, num_inputs = folder.tensors[key_a].shape
         *_, num_rows, rank = folder.tensors[f"{module}adapter.B"].shape
         rows = packed_rows(module.rstrip(".").rpartition(".")[2], num_rows, model)
-        group = [index for index, size in enumerate(rows.sizes) for _ in range(size)]
-        found[module + WEIGHT] = StoredAdapter(
-            key_a=key_a,
-            key_b=f"{module}adapter.B",
-            rank=rank,
-            num_inputs=num_inputs,
-            num_blocks=rows_a // rank,
-            scale=lora.scale_of(rank),
-            projection_of_row=tuple(group * rows.groups),
-        )
+        found[module + WEIGHT] = adapter_of(module, rank, num_inputs, rows, rows_a // rank, lora)
     return found
+
+
+def adapter_of(module: str, rank: int, num_inputs: int, rows: Rows, num_blocks: int, lora: LoraConfig) -> StoredAdapter:
+    """Return the adapter of `module`, whose name ends in a dot."""
+    group = [index for index, size in enumerate(rows.sizes) for _ in range(size)]
+    return StoredAdapter(
+        key_a=f"{module}adapter.A",
+        key_b=f"{module}adapter.B",
+        rank=rank,
+        num_inputs=num_inputs,
+        num_blocks=num_blocks,
+        scale=lora.scale_of(rank),
+        projection_of_row=tuple(group * rows.groups),
+    )
 
 
 class MergedSource(DistSource):

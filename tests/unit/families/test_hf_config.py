@@ -15,7 +15,7 @@ from mcore_rl.checks.model import checked_model_from_hf
 from mcore_rl.config.model import IndexerConfig, MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.families import FAMILIES
-from mcore_rl.families.hf_config import KINDS, check_types
+from mcore_rl.families.config_json import KINDS, check_types
 from tests.hf_models import CASES, PUBLISHED, oracle
 from tests.unit.convert.test_shells import CLASSES, whole
 

@@ -29,7 +29,7 @@ MAX_LAYERS = 10_000
 class Kind(NamedTuple):
     """Values that a key of config.json may have."""
 
-    words: str
+    description: str
     includes: Callable[[object], bool]
 
 
@@ -84,7 +84,7 @@ def check_types(config: HfConfig, kinds: Mapping[str, Kind]) -> None:
         value = config.get(name)
         if value is not None and not kind.includes(value):
             raise ConfigError(
-                f"config.json has {name}={value!r}; wanted {kind.words}. Correct it as the weights have it."
+                f"config.json has {name}={value!r}; wanted {kind.description}. Correct it as the weights have it."
             )
 
 
