@@ -1,6 +1,4 @@
-"""Where an answer and its steps end, in text and in tokens: the text that is certain after each token, the tokens that
-end a completion, and the last token of each step.
-"""
+"""Where an answer and its steps end, in text and in tokens."""
 
 import json
 from bisect import bisect_left
@@ -147,9 +145,7 @@ class SteppedAnswer:
 
 
 def step_ends(text: str, separator: str) -> list[int]:
-    """Return the characters up to the end of each step of a text: a step ends after a separator, and the last step
-    with the text. What is only white space is no step of its own; a text without any has none.
-    """
+    """Return the end of each step of a text, in characters; white space alone is no step."""
     ends: list[int] = []
     begin = 0
     while begin < len(text):

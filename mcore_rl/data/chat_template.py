@@ -1,6 +1,4 @@
-"""Finding a chat template, in a file or where Hugging Face tokenizers keep theirs, and tokenizing what it renders:
-special tokens of the template become tokens, special tokens spelled in contents do not.
-"""
+"""Finding a chat template, and tokenizing what it renders; contents cannot spell special tokens."""
 
 import json
 import re
@@ -47,9 +45,7 @@ def load_template(name: str, folder: Path) -> str:
 
 
 def load_tool_template(name: str, folder: Path) -> str | None:
-    """Return the jinja text that transformers takes instead of `load_template` for a conversation with tools; None if
-    there is none. DataError where it does not parse.
-    """
+    """Return the jinja text for a conversation with tools, if it has one of its own; DataError as above."""
     found = _templates_of_tokenizer(folder).get(TOOL_USE) if name == "tokenizer" else None
     return None if found is None else _parsed(*found)
 
@@ -84,9 +80,7 @@ def _template_in_file(path: Path) -> tuple[Path, str]:
 
 
 def _templates_of_tokenizer(folder: Path) -> dict[str, tuple[Path, str]]:
-    """Return the templates of a tokenizer by their names, each with its file: files next to the tokenizer if there are
-    any, else the entry in tokenizer_config.json, as transformers does.
-    """
+    """Return a tokenizer's templates by name, with their files: files win over tokenizer_config.json."""
     files = {file.stem: file for file in sorted(folder.glob(f"{MORE_TEMPLATES}/*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         files[DEFAULT] = folder / "chat_template.jinja"

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from mcore_rl.config.sft import SFTDataConfig
 from mcore_rl.data.chat import RAW_JOINS, Chat, Conversation, EncodedConversation, raw_joins
 from mcore_rl.data.records import Record, RecordReader, beside, beyond_max, filled, listed
-from mcore_rl.data.shapes import EARLIER, Dialogue, read_tools, recognise, refuse_labels, unread_keys
+from mcore_rl.data.shapes import EARLIER, Dialogue, kind_of, read_tools, recognise, refuse_labels, unread_keys
 from mcore_rl.errors import DataError
 
 MEND = "name its fields: data.messages_field, or data.prompt_field and data.response_field"
@@ -103,9 +103,7 @@ class ConversationReader(RecordReader[EncodedConversation]):
 
 
 def conversation_of(entry: Mapping[str, Any], config: SFTDataConfig) -> tuple[Conversation, str, frozenset[str]]:
-    """Return the conversation of a record, its shape's name, and the fields that were read; DataError, with the
-    config's fields, if it has none, or says that it is not one to learn from.
-    """
+    """Return a record's conversation, its shape's name and the fields read; DataError if it has none."""
     entry = {key: value for key, value in entry.items() if value is not None}
     dialogue = _dialogue(entry, config)
     if not any(message["role"] == "assistant" for message in dialogue.messages):
@@ -156,7 +154,7 @@ def _text(entry: Mapping[str, Any], config: SFTDataConfig) -> Dialogue | None:
             "it, or make data for `mcore-rl pretrain` of it with `mcore-rl data preprocess`, or " + MEND
         )
     if not isinstance(entry["text"], str):
-        raise DataError(f'"text" is {_kind(entry, "text")}, wanted text')
+        raise DataError(f'"text" is {kind_of(entry, "text")}, wanted text')
     return Dialogue("text", ({"role": "assistant", "content": entry["text"]},), 0, frozenset(["text"]))
 
 
@@ -167,7 +165,7 @@ def _pair(entry: Mapping[str, Any], config: SFTDataConfig) -> Dialogue:
         if not isinstance(entry.get(key := getattr(config, name)), str | list):
             is_default = key == SFTDataConfig.model_fields[name].default
             mend = MEND if is_default else f"data.{name} names it; name another key"
-            raise DataError(f'"{key}" is {_kind(entry, key)}, wanted text (keys: {", ".join(entry)}); {mend}')
+            raise DataError(f'"{key}" is {kind_of(entry, key)}, wanted text (keys: {", ".join(entry)}); {mend}')
     if template is None:
         prompt, used = entry[config.prompt_field], {config.prompt_field}
     else:
@@ -182,7 +180,3 @@ def _pair(entry: Mapping[str, Any], config: SFTDataConfig) -> Dialogue:
         dialogue.num_prompt,
         frozenset((*used, *(dialogue.used & renamed.keys()), config.response_field)),
     )
-
-
-def _kind(entry: Mapping[str, Any], key: str) -> str:
-    return f"a {type(entry[key]).__name__}" if key in entry else "not there"

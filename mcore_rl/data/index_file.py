@@ -164,8 +164,6 @@ def _require_pair(prefix: str) -> None:
 
 
 SIDECAR_VERSION = 1
-LATER_FIELDS = {"bin_crc32", "idx_crc32"}
-"""Fields that sidecars of this version did not have at first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,7 +219,7 @@ def sidecar_from(path: Path) -> Sidecar:
     if version != SIDECAR_VERSION:
         raise DataError(f"{path} has version {version!r}, this code reads {SIDECAR_VERSION}. {remedy}")
     names = {field.name for field in fields(Sidecar)}
-    if not names - LATER_FIELDS <= set(entries) <= names:
+    if set(entries) != names:
         raise DataError(f"{path} has the fields {sorted(entries)}, wanted {sorted(names)}. {remedy}")
     sources = tuple(SourceFile(**source) for source in entries.pop("sources"))
     return Sidecar(**entries, sources=sources)

@@ -91,17 +91,15 @@ def plan_batch(
     preferences: Preferences, groups: Sequence[int], dp_size: int, limits: PackingLimits
 ) -> list[list[list[int]]]:
     """Return rank -> microbatch -> groups, which may recur; ranks have equally many microbatches, some empty."""
-    lengths = {place: _packed_length(preferences, group, limits.sample_multiple) for place, group in enumerate(groups)}
+    lengths = {}
+    for index, group in enumerate(groups):
+        first, last = preferences.sequence_starts_G[group : group + 2]
+        sizes = numpy.diff(preferences.starts_N[first : last + 1]).tolist()
+        lengths[index] = sum(padded(size, limits.sample_multiple) for size in sizes)
     plan = lay_out(lengths, dp_size, limits)
     return [
         [[groups[place] for place in microbatch] for microbatch in microbatches] for microbatches in plan.microbatches
     ]
-
-
-def _packed_length(preferences: Preferences, group: int, multiple: int) -> int:
-    first, last = preferences.sequence_starts_G[group : group + 2]
-    lengths = numpy.diff(preferences.starts_N[first : last + 1]).tolist()
-    return sum(padded(length, multiple) for length in lengths)
 
 
 def pack_groups(

@@ -19,6 +19,7 @@ from mcore_rl.data.records import Record, RecordReader, beside, beyond_max, fill
 from mcore_rl.data.shapes import (
     PROMPTS,
     as_ranking,
+    kind_of,
     read_tools,
     read_turns,
     recognise_prompt,
@@ -321,7 +322,7 @@ def _ranking(entry: Mapping[str, Any], config: PreferenceDataConfig) -> Comparis
     key = config.responses_field
     responses = entry.get(key)
     if not isinstance(responses, list) or len(responses) < 2:
-        raise DataError(f'"{key}" is {_kind(entry, key)}, wanted a list of two answers or more')
+        raise DataError(f'"{key}" is {kind_of(entry, key)}, wanted a list of two answers or more')
     names = [f"{key}[{index}]" for index in range(len(responses))]
     for name, response in zip(names, responses, strict=True):
         if response is None or response in ("", []):
@@ -360,7 +361,9 @@ def _prompt_and_answers(
         # Some datasets have a prompt and repeat its turns on both sides; a side may also be only the answer.
         repeats = prompt is None or all(side[0].get("role") != "assistant" for side in turns)
         if repeats:
-            shared = _common_turns(turns)
+            # The last turn of a side is always its own.
+            others = range(min(map(len, turns)) - 1)
+            shared = len([*takewhile(lambda i: all(side[i] == turns[0][i] for side in turns), others)])
             repeated = turns[0][:shared]
             if prompt and prompt[-1].get("content") not in [turn.get("content") for turn in repeated]:
                 raise DataError("its sides begin with turns that are not those of its prompt")
@@ -383,16 +386,9 @@ def _prompt(entry: Mapping[str, Any], config: PreferenceDataConfig) -> list[Mess
         if isinstance(value, list):
             return read_turns(value, key)
         if value is not None:
-            raise DataError(f'"{key}" is {_kind(entry, key)}, wanted text or a list of turns')
+            raise DataError(f'"{key}" is {kind_of(entry, key)}, wanted text or a list of turns')
     is_named = config.prompt_field != PreferenceDataConfig.model_fields["prompt_field"].default
     return None if is_named else recognise_prompt(entry)
-
-
-def _common_turns(sides: Sequence[Sequence[Message]]) -> int:
-    """Return the number of turns that all sides begin with; the last turn of a side is always its own."""
-    shortest = min(map(len, sides)) - 1
-    shared = takewhile(lambda turn: all(side[turn] == sides[0][turn] for side in sides), range(shortest))
-    return sum(1 for _ in shared)
 
 
 def _common_text(sides: Sequence[str]) -> tuple[str, list[str]]:
@@ -413,10 +409,10 @@ def _stepped(entry: Mapping[str, Any], config: PreferenceDataConfig, chat: Chat)
         raise DataError(f'it has no prompt ("{config.prompt_field}" or "{config.messages_field}")')
     steps, labels = entry.get(config.steps_field), entry.get(config.labels_field)
     if not isinstance(steps, list) or not steps or not all(isinstance(step, str) and step for step in steps):
-        shown = _kind(entry, config.steps_field)
+        shown = kind_of(entry, config.steps_field)
         raise DataError(f'"{config.steps_field}" is {shown}, wanted a list of texts that are not empty')
     if not isinstance(labels, list) or len(labels) != len(steps) or not all(map(_is_label, labels)):
-        shown = _kind(entry, config.labels_field)
+        shown = kind_of(entry, config.labels_field)
         raise DataError(
             f'"{config.labels_field}" is {shown}, wanted {len(steps)} labels: true, false, null or a number from 0 to 1'
         )
@@ -466,16 +462,9 @@ def _scores(entry: Mapping[str, Any], count: int, config: PreferenceDataConfig) 
         return [-float(index) for index in range(count)]  # from best to worst
     scores = entry[key]
     if not isinstance(scores, list) or len(scores) != count or not all(map(_is_number, scores)):
-        raise DataError(f'"{key}" is {_kind(entry, key)}, wanted a list of {count} finite numbers')
+        raise DataError(f'"{key}" is {kind_of(entry, key)}, wanted a list of {count} finite numbers')
     return [float(score) for score in scores]
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _kind(entry: Mapping[str, Any], key: str) -> str:
-    if key not in entry:
-        return "not there"
-    value = entry[key]
-    return f"a list of {len(value)}" if isinstance(value, list) else f"a {type(value).__name__}"

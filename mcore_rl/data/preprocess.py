@@ -90,7 +90,12 @@ def preprocess(options: PreprocessOptions, console: Console) -> Sidecar:
     folder = with_ending(options.output, ".partial")
     merged = folder / "merged"
     _refuse_foreign_folder(folder)
-    plan = _plan(options, sources, tokenizer)
+    plan = {
+        "version": PLAN_VERSION,
+        "layout": asdict(options.document_format),
+        "tokenizer": {"digest": tokenizer.digest, "eod_id": tokenizer.eod_id, "vocab_size": tokenizer.vocab_size},
+        "sources": [asdict(source) for source in sources],
+    }
     stamps = {} if with_ending(merged, ".json").exists() else _refuse_replacing(options)
     make_folder(folder, f"{AGAIN} Or give another output.")
     with disk_errors_explained(options.output.parent, AGAIN):
@@ -139,9 +144,13 @@ def _make(
     if find_input_files(options.inputs) != tuple(sources):
         raise DataError(f"the inputs of {options.output} changed while they were read. Run again with --overwrite.")
     sidecar = _sidecar(options, sources, tokenizer, list(reports.values()))
-    shown = _shown(sidecar.bad_lines, _bad_lines(shards, reports))
+    bad_lines = _bad_lines(shards, reports)
+    shown = _shown(sidecar.bad_lines, bad_lines)
     refuse_bad_share(sidecar.bad_lines, sidecar.documents, options.max_bad, shown)
-    _report_bad_lines(options.output, shards, reports, console)
+    for path, line, problem in bad_lines:
+        _log(options.output, "bad line", path=path, line=line, problem=problem)
+    if sidecar.bad_lines:
+        console.print(f"{sidecar.bad_lines} bad lines were left out:{shown}", markup=False, soft_wrap=True)
     num_bytes, free = (sum(path.stat().st_size for path in folder.glob("shard-*")), shutil.disk_usage(folder).free)
     if free < num_bytes:
         raise DataError(f"{folder}: joining the parts takes {num_bytes} bytes, and {free} are free. {AGAIN}")
@@ -149,15 +158,6 @@ def _make(
     sidecar = replace(sidecar, bin_crc32=checksums[0], idx_crc32=checksums[1])
     write_atomically(folder / "merged.json", sidecar.to_json())
     console.print(f"{options.output}: {sidecar.documents} documents, {sidecar.tokens} tokens ({speed})", soft_wrap=True)
-
-
-def _plan(options: PreprocessOptions, sources: Sequence[InputFile], tokenizer: Tokenizer) -> dict[str, Any]:
-    return {
-        "version": PLAN_VERSION,
-        "layout": asdict(options.document_format),
-        "tokenizer": {"digest": tokenizer.digest, "eod_id": tokenizer.eod_id, "vocab_size": tokenizer.vocab_size},
-        "sources": [asdict(source) for source in sources],
-    }
 
 
 def _refuse_replacing(options: PreprocessOptions) -> dict[str, Sequence[int]]:
@@ -274,15 +274,6 @@ def _bad_lines(shards: Sequence[Shard], reports: dict[int, ShardReport]) -> list
             ]
             lines_before[file_slice.path] = start + lines
     return found
-
-
-def _report_bad_lines(output: Path, shards: Sequence[Shard], reports: dict[int, ShardReport], console: Console) -> None:
-    num_bad = sum(report.num_bad for report in reports.values())
-    found = _bad_lines(shards, reports)
-    for path, line, problem in found:
-        _log(output, "bad line", path=path, line=line, problem=problem)
-    if num_bad:
-        console.print(f"{num_bad} bad lines were left out:{_shown(num_bad, found)}", markup=False, soft_wrap=True)
 
 
 def _shown(num_bad: int, found: Sequence[tuple[str, int, str]]) -> str:

@@ -1,6 +1,4 @@
-"""Records of data as people have it: JSON lines and lists, CSV (all also compressed), parquet, and datasets of the
-Hugging Face hub or saved by its library. All programs read records here.
-"""
+"""Records of data as people have it: JSON lines and lists, CSV, parquet (also compressed), and datasets of the hub."""
 
 import bz2
 import codecs
@@ -200,9 +198,7 @@ def _rows(name: str) -> Iterator[Mapping[str, Any]]:
 
 
 def load_dataset(name: str) -> Any:
-    """Return the dataset that `hub:NAME#CONFIG:SPLIT` names (NAME may also be a local folder), or that
-    `datasets.save_to_disk` wrote to the folder `name`.
-    """
+    """Return the dataset that `hub:NAME#CONFIG:SPLIT` names, or that `save_to_disk` wrote to the folder `name`."""
     datasets = required_package("datasets", "hub", name)
     path, _, split = name.removeprefix(HUB).partition(":")
     path, _, config = path.partition("#")
@@ -345,9 +341,7 @@ def listed(bad_lines: Sequence[str]) -> str:
 
 
 def _json_list(file: BinaryIO, name: str) -> list[Any] | None:
-    """Return the entries of a file that is a single JSON list; None for any other file, such as one with a list in each
-    line. Raises DataError if the list is damaged or cut off.
-    """
+    """Return the entries of a file that is one JSON list, else None; DataError if the list is damaged or cut off."""
     first = next((line for line in file if line.removeprefix(BOM).strip()), b"").removeprefix(BOM)
     if not first.lstrip().startswith(b"["):
         return None

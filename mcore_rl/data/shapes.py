@@ -90,6 +90,14 @@ def unread_keys(entry: Fields, place: str, read: Collection[str], turns: Sequenc
     return keys + [f"{key} of turns" for key, value in said if not is_absent(value)]
 
 
+def kind_of(entry: Fields, key: str) -> str:
+    """Return what a record has under a key, for a message: "not there", "a list of 3", "a str"."""
+    if key not in entry:
+        return "not there"
+    value = entry[key]
+    return f"a list of {len(value)}" if isinstance(value, list) else f"a {type(value).__name__}"
+
+
 Message = Mapping[str, Any]
 ROLES = {
     "human": "user",
@@ -179,15 +187,16 @@ def recognise_prompt(entry: Mapping[str, Any]) -> list[Message] | None:
 
 
 def with_earlier(entry: Mapping[str, Any], turns: Sequence[Message]) -> list[Message]:
-    """Return turns after the system prompt of their record, unless they begin with their own, and after its `history`:
-    pairs of what the user and the assistant said, as in LLaMA-Factory's data, or turns.
-    """
+    """Return turns after their record's system prompt, unless they have one, and its `history` (LLaMA-Factory)."""
     begin = bool(turns and turns[0]["role"] == "system")
     history: Any = entry.get("history") or []
     if isinstance(history, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         said = [turn for pair in history for turn in zip(("user", "assistant"), pair, strict=True)]
         history = [{"role": role, "content": text} for role, text in said]
-    system = turns[:1] if begin else _system(entry)
+    system = turns[:1]
+    if not begin:
+        text = next((entry[key] for key in SYSTEM if isinstance(entry.get(key), str) and entry[key].strip()), None)
+        system = [] if text is None else [{"role": "system", "content": text}]
     return [*system, *read_turns(history, "history"), *turns[begin:]]
 
 
@@ -239,11 +248,6 @@ def _dialogue(
     earlier = [key for key in EARLIER if key not in SYSTEM or entry.get(key) == system]
     read = [key for key in (*earlier, *keys, "tools") if entry.get(key)]
     return Dialogue(f"{name} ({', '.join(read)})", tuple(turns), num_prompt, frozenset(read))
-
-
-def _system(entry: Mapping[str, Any]) -> list[Message]:
-    text = next((entry[key] for key in SYSTEM if isinstance(entry.get(key), str) and entry[key].strip()), None)
-    return [] if text is None else [{"role": "system", "content": text}]
 
 
 def _prompt(entry: Mapping[str, Any], keys: Sequence[str]) -> list[Message]:

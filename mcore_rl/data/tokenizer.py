@@ -1,12 +1,10 @@
-"""Text to token ids and back, from files on this machine: sentencepiece, Hugging Face's tokenizer.json, and the
-tiktoken.model that Moonlight and Kimi have instead.
-"""
+"""Text to token ids and back: sentencepiece, Hugging Face's tokenizer.json, and tiktoken.model (Moonlight, Kimi)."""
 
 import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -91,13 +89,13 @@ class TiktokenFile:
         self.digest = hashlib.sha256(content + json.dumps(self.ids).encode()).hexdigest()
 
     def ids_of(self, text: str, *, is_marked: bool) -> list[int]:
-        """Return the ids of a text. Names of special tokens become these tokens if it `is_marked`, else they are text;
-        names of other added tokens always become tokens.
-        """
+        """Return the ids of a text, in which names of special tokens are text unless it `is_marked`."""
         names = self._all if is_marked else self._always
         ids: list[int] = []
-        for piece in _pieces(text):
-            ids += self._encoding.encode(piece, allowed_special=names, disallowed_special=())
+        for start in range(0, len(text), MAX_CHARACTERS):
+            part = text[start : start + MAX_CHARACTERS]
+            for begin, end in pairwise([0, *(found.end() for found in LONG_RUN.finditer(part)), len(part)]):
+                ids += self._encoding.encode(part[begin:end], allowed_special=names, disallowed_special=())
         return ids
 
     def marked(self, text: str) -> Encoded:
@@ -118,13 +116,6 @@ class TiktokenFile:
         character = [place for place, letter in enumerate(text) for _ in letter.encode()]
         ends = accumulate(map(len, self._encoding.decode_tokens_bytes(ids)), initial=0)
         return Encoded(ids, [(character[begin], character[end - 1] + 1) for begin, end in pairwise(ends)])
-
-
-def _pieces(text: str) -> Iterator[str]:
-    for start in range(0, len(text), MAX_CHARACTERS):
-        part = text[start : start + MAX_CHARACTERS]
-        cuts = [0, *(found.end() for found in LONG_RUN.finditer(part)), len(part)]
-        yield from (part[begin:end] for begin, end in pairwise(cuts))
 
 
 def _refuse_other_code(folder: Path, settings: dict[str, Any]) -> None:
@@ -397,9 +388,7 @@ def _special_names(folder: Path) -> dict[str, str]:
 
 
 def _refuse_further_tokens(folder: Path, names: Mapping[str, str], ids: Mapping[str, int]) -> None:
-    """Raise DataError for a token that transformers adds to tokenizer.json's, as other files of the folder say:
-    without it, its name would be cut into other tokens.
-    """
+    """Raise DataError for a token that other files of the folder add to tokenizer.json's: it would be cut."""
     config = _json_object(folder / TOKENIZER_CONFIG)
     if ADDED in config:
         origin, listed = TOKENIZER_CONFIG, config[ADDED]

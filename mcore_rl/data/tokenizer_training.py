@@ -51,15 +51,24 @@ class TokenizerTraining:
 
 
 def train_tokenizer(options: TokenizerTraining) -> int:
-    """Write the model and its manifest; return the number of lines read. Each byte and each digit has a piece; ids 0 to
-    3 are unknown, begin of text, end of document and padding.
-    """
+    """Write the model and its manifest; return the number of lines read. Each byte and digit has a piece."""
     if not 0 < options.character_coverage <= 1:
         raise DataError(f"character coverage {options.character_coverage}: wanted above 0, at most 1.")
     sources = [("an input", path) for path in options.inputs]
     manifest = with_ending(options.output, MANIFEST_ENDING)
-    refuse_replacing(options.output, sources, overwrite=options.overwrite, foreign=_foreign)
-    refuse_replacing(manifest, sources, overwrite=True, foreign=_foreign_manifest)
+    not_ours = f"is no tokenizer of this command (by {manifest.name})"
+    refuse_replacing(
+        options.output,
+        sources,
+        overwrite=options.overwrite,
+        foreign=lambda output: None if _recorded(manifest) == crc32_of(output) else not_ours,
+    )
+    refuse_replacing(
+        manifest,
+        sources,
+        overwrite=True,
+        foreign=lambda path: None if _recorded(path) is not None else "was not written by this command",
+    )
     make_folder(options.output.parent, AGAIN)  # now: the training may take an hour
     lines = _Lines(find_input_files(options.inputs), options)
     model = io.BytesIO()
@@ -92,15 +101,6 @@ def train_tokenizer(options: TokenizerTraining) -> int:
         content = {"program": f"mcore_rl {__version__}", "kind": "tokenizer", "crc32": crc32_of(options.output)}
         write_atomically(manifest, json.dumps(content) + "\n")
     return lines.count
-
-
-def _foreign(output: Path) -> str | None:
-    is_own = _recorded(with_ending(output, MANIFEST_ENDING)) == crc32_of(output)
-    return None if is_own else f"is no tokenizer of this command (by {output.name}{MANIFEST_ENDING})"
-
-
-def _foreign_manifest(path: Path) -> str | None:
-    return None if _recorded(path) is not None else "was not written by this command"
 
 
 def _recorded(manifest: Path) -> object:

@@ -1,6 +1,4 @@
-"""Preprocessing in parts: a shard is a part of the input for one process; its marker file records that it is done. The
-processes end when the process that started them does.
-"""
+"""Preprocessing in parts: a shard is the input of one process, and its marker file records that it is done."""
 
 import functools
 import json
