@@ -67,7 +67,8 @@ def differences(found: Mapping[str, Findings]) -> Iterator[str]:
         hosts_of: dict[str, list[str]] = {}
         for host, of_host in values.items():
             hosts_of.setdefault(str(of_host.get(name, "not there")), []).append(host)
-        if len(hosts_of) == 1 or (name.endswith("memory_gib") and _is_alike(list(hosts_of))):
+        sizes = [*map(float, hosts_of)] if name.endswith("memory_gib") and "not there" not in hosts_of else []
+        if len(hosts_of) == 1 or (sizes and max(sizes) - min(sizes) <= MEMORY_PART * max(sizes)):
             continue
         ordered = sorted(hosts_of.items(), key=lambda entry: -len(entry[1]))
         yield f"{name}: " + "; ".join(f"{value} on {', '.join(hosts)}" for value, hosts in ordered)
@@ -89,13 +90,6 @@ def comparable(findings: Findings) -> Iterator[tuple[str, Any]]:
         yield name, findings[name]
     if findings["cpu"]:
         yield "compiled layers of the CPU", findings["cpu"]["build"] or "none"
-
-
-def _is_alike(values: Sequence[str]) -> bool:
-    if "not there" in values:
-        return False
-    sizes = [float(value) for value in values]
-    return max(sizes) - min(sizes) <= MEMORY_PART * max(sizes)
 
 
 TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")

@@ -133,9 +133,7 @@ def _adapters(engine: ServedConfig, lora: LoraConfig, model: ModelConfig, max_st
 
 
 def _completions(engine: ServedConfig, config: RlRunConfig) -> Iterator[str]:
-    """Check that servers can run the model on the longest sample, and return routes and logprobs as the run reads
-    them: at the sampling temperature, before the cut.
-    """
+    """Check that servers can run the model on the longest sample, and return what the run reads of them."""
     model, replay, rollout, kind = config.model, config.replay, config.rl.rollout, engine.kind
     longest = config.rl.prompts.max_tokens + config.rl.max_completion_tokens
     if model.family not in PROBED_FAMILIES:

@@ -11,7 +11,7 @@ from mcore_rl.config.extension import JUDGE_PART
 from mcore_rl.config.preferences import DPOConfig, PreferenceDataConfig
 from mcore_rl.config.rl.loss import SELF, DistillConfig, PtxConfig
 from mcore_rl.config.rl.rollout import RewardConfig
-from mcore_rl.config.rl_run import RlConfig, RlRunConfig
+from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SFTDataConfig
 from mcore_rl.storage.checksums import crc32_of
@@ -78,12 +78,16 @@ def _content(file: Path) -> str:
 
 def inputs_of(config: RunConfig) -> Inputs:
     """Yield field, path and kind of everything that a run reads, except inputs that its own checkpoints replace."""
-    if config.checkpoint.load and not has_checkpoints(Path(config.run_dir)):
-        yield "checkpoint.load", Path(config.checkpoint.load), "the checkpoint"
-    if isinstance(config, DPOConfig) and config.dpo.reference and not has_checkpoints(Path(config.run_dir)):
-        yield "dpo.reference", Path(config.dpo.reference), "the checkpoint"
-    if config.lora.load and not has_checkpoints(Path(config.run_dir)):
-        yield "lora.load", Path(config.lora.load), "the folder of adapters"
+    starts = not has_checkpoints(Path(config.run_dir))
+    critic = config.critic if isinstance(config, RlRunConfig) else None
+    for field, path, what in (
+        ("checkpoint.load", config.checkpoint.load, "the checkpoint"),
+        ("dpo.reference", isinstance(config, DPOConfig) and config.dpo.reference, "the checkpoint"),
+        ("lora.load", config.lora.load, "the folder of adapters"),
+        ("rl.advantage.critic.load", critic and critic.load, "the checkpoint"),
+    ):
+        if path and starts:
+            yield field, Path(path), what
     data = getattr(config, "data", None)
     tokenizer = getattr(data, "tokenizer", TokenizerConfig())
     if tokenizer.path:
@@ -95,10 +99,9 @@ def inputs_of(config: RunConfig) -> Inputs:
         if not file.startswith("hub:"):
             yield f"data.{split}", Path(file), "the file"
     if isinstance(config, RlRunConfig):
-        yield from _prompt_files(config.rl)
+        for field, files in (("rl.prompts.files", config.rl.prompts.files), ("rl.eval.files", config.rl.eval.files)):
+            yield from ((field, Path(file), "the file") for file in files if not file.startswith("hub:"))
         yield from _scoring_models(config.rl.reward)
-        if config.critic is not None and config.critic.load and not has_checkpoints(Path(config.run_dir)):
-            yield "rl.advantage.critic.load", Path(config.critic.load), "the checkpoint"
         yield from _teachers_and_texts(config.rl.distill, config.rl.ptx)
         if config.served is not None and config.served.base_model:
             yield "rl.engine.base_model", Path(config.served.base_model), "the folder"
@@ -145,8 +148,3 @@ def _files(data: object) -> Iterator[tuple[str, str]]:
     elif isinstance(data, SFTDataConfig | PreferenceDataConfig):
         for split in ("train", "valid"):
             yield from ((split, file) for file in getattr(data, split))
-
-
-def _prompt_files(rl: RlConfig) -> Inputs:
-    for field, files in (("rl.prompts.files", rl.prompts.files), ("rl.eval.files", rl.eval.files)):
-        yield from ((field, Path(file), "the file") for file in files if not file.startswith("hub:"))

@@ -270,9 +270,7 @@ def mesh_dependences(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def _packed_by_tokens(moe: MoEConfig, field: str) -> Iterator[str]:
-    """Yield each setting that depends on which sequences share a microbatch, for microbatches packed up to `field`
-    tokens; otherwise the rows of a micro-batch are the same on every mesh.
-    """
+    """Yield each setting that depends on which sequences share a microbatch packed up to `field` tokens."""
     packs = f"and another mesh or {field} packs others together and trains"
     if moe.balance == "aux_loss" and moe.aux_loss_coeff:
         yield (

@@ -1,7 +1,6 @@
 """Checks that the settings of a run are compatible; a violation names the reason and the remedy.
 
-Megatron keeps most of these rules in scripts that are not part of its package, and would break some of them without an
-error. Each function covers a topic and yields a message for each violation.
+Megatron keeps most of these rules in scripts that are not part of its package, and would break some without an error.
 """
 
 import importlib.util
@@ -218,9 +217,7 @@ def _ramp(train: TrainConfig) -> Iterator[str]:
 def optimizer_violations(
     optim: OptimConfig, platform: PlatformConfig, steps: int, field: str = "optim", steps_field: str = "train.steps"
 ) -> Iterator[str]:
-    """Yield a sentence for each fault in section `field`: in its schedule over the optimizer steps that `steps_field`
-    sets, and in where and in which number formats it keeps the optimizer's state.
-    """
+    """Yield a sentence for each fault in section `field`: its schedule over the steps, its number formats."""
     if optim.min_lr > optim.lr:
         yield f"{field}.min_lr={optim.min_lr} is above {field}.lr={optim.lr}, from which it decays. Lower it."
     end = steps if optim.decay_steps == "auto" else optim.decay_steps

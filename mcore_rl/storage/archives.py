@@ -153,9 +153,7 @@ def damaged_record(data: FilePart) -> str | None:
 
 
 def recorded_crc32(file: Path, archives: Iterable[FileRange]) -> str:
-    """Return the CRC-32 of a file, in hexadecimal, from those recorded of large records in the ranges `archives` of
-    torch.save; it is the file's if they match (`damaged_record`). All else is read.
-    """
+    """Return the CRC-32 of a file in hexadecimal, with the recorded one of large records in `archives`."""
     with file.open("rb") as opened:
         size = os.fstat(opened.fileno()).st_size
         whole = FilePart(opened.fileno(), 0, size)

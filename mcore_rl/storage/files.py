@@ -144,9 +144,7 @@ def create_atomically(path: Path, content: bytes | str) -> bool:
 
 
 def open_standard_streams() -> None:
-    """Open /dev/null in place of each standard stream that is closed: a file that is opened next would get its
-    descriptor, and with it what other programs and libraries print.
-    """
+    """Open /dev/null for each closed standard stream: the next file opened would get its descriptor."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             null = os.open(os.devnull, os.O_RDWR)
@@ -186,9 +184,7 @@ def limit_reached(text: str) -> str:
 
 
 def disk_error(error: OSError) -> DataError | None:
-    """Return the error that the user reads in place of an error of a full disk, of a file or folder that may not be
-    read or written, or of a limit of this process; None for any other error.
-    """
+    """Return the error that the user reads in place of a disk's, a permission's or a limit's; None for others."""
     reason = os.strerror(error.errno or 0)
     if limit := limit_reached(reason):
         return DataError(f"{error.filename or 'this process'}: {reason}{limit}.")
@@ -337,8 +333,12 @@ def refuse_replacing(
 
     Returns the stamps of the existing files, with which `replace_folder` notices later changes.
     """
-    if os.path.lexists(output):
-        _refuse_kind(output, folder=folder)
+    if output.is_symlink():
+        raise ConfigError(f"output {output} is a link to {os.readlink(output)}. Name that, or another output.")
+    if os.path.lexists(output) and not (output.is_dir() if folder else output.is_file()):
+        kind = "folder" if output.is_dir() else "file" if output.is_file() else "device or pipe"
+        wanted = "folder" if folder else "file"
+        raise ConfigError(f"output {output} is a {kind}, and a {wanted} is written. Name another output.")
     refuse_overlap(output, sources)
     if not os.path.lexists(output):
         return {}
@@ -352,15 +352,6 @@ def refuse_replacing(
     if (fault := foreign(output)) is not None:
         raise ConfigError(f"{output} {fault}. It is not replaced: move it away, or name another output.")
     return stamps
-
-
-def _refuse_kind(output: Path, *, folder: bool) -> None:
-    if output.is_symlink():
-        raise ConfigError(f"output {output} is a link to {os.readlink(output)}. Name that, or another output.")
-    if not (output.is_dir() if folder else output.is_file()):
-        kind = "folder" if output.is_dir() else "file" if output.is_file() else "device or pipe"
-        wanted = "folder" if folder else "file"
-        raise ConfigError(f"output {output} is a {kind}, and a {wanted} is written. Name another output.")
 
 
 def has_mark(path: Path, mark: str) -> bool:

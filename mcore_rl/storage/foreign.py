@@ -166,9 +166,7 @@ class _LoadingModule:
 
 
 def load_metadata(path: Path) -> StoredMetadata:
-    """Return the `.metadata` of a distributed checkpoint. Raises DamagedCheckpointError if it is no pickle,
-    CheckpointError if it cannot be read, or asks for classes not named here.
-    """
+    """Return the `.metadata` of a distributed checkpoint; DamagedCheckpointError if it is no pickle."""
     file = path / ".metadata"
     try:
         loaded = AllowListUnpickler(io.BytesIO(file.read_bytes()), METADATA).load()

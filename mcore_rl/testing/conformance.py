@@ -219,21 +219,12 @@ def damaged(routes: Routes, model: RoutedModel) -> list[Damage]:
             Damage(name="an expert twice", kind="impossible", routes=each(doubled)),
             Damage(name="experts in another order", kind="reordered", routes=each(lambda x: x.flip(-1))),
         ]
-    pair = _of_one_length(routes)
-    if pair is not None:
+    pairs = ((i, j) for j in range(len(routes)) for i in range(j) if len(routes[i]) == len(routes[j]))
+    if pair := next(pairs, None):
         exchanged = list(each(lambda x: x))
         exchanged[pair[0]], exchanged[pair[1]] = exchanged[pair[1]], exchanged[pair[0]]
         damages.append(Damage(name="routes of another sample of one length", kind="foreign", routes=tuple(exchanged)))
     return damages
-
-
-def _of_one_length(routes: Routes) -> tuple[int, int] | None:
-    seen: dict[int, int] = {}
-    for index, experts_TLK in enumerate(routes):
-        if len(experts_TLK) in seen:
-            return seen[len(experts_TLK)], index
-        seen[len(experts_TLK)] = index
-    return None
 
 
 def _recorded(mesh: str, routes: Routes, result: ReplayResult, model: RoutedModel, max_changed: float) -> Iterator[Row]:
@@ -270,35 +261,17 @@ def _imposed(
         yield _bounded("impose: the same weights change nothing", mesh, effect, tolerance)
     if new.error is not None or live.error is not None:
         return
-    yield _bounded(
-        "impose: other weights give the first mesh's logprobs",
-        mesh,
-        largest_change(new.logprobs, reference[2].logprobs),
-        tolerance,
-    )
-    yield _bounded(
-        "impose: other weights give the first mesh's gradients",
-        mesh,
-        gradient_change(new.gradients, reference[2].gradients),
-        gradient_tolerance,
-    )
+    effect = largest_change(new.logprobs, reference[2].logprobs)
+    yield _bounded("impose: other weights give the first mesh's logprobs", mesh, effect, tolerance)
+    effect = gradient_change(new.gradients, reference[2].gradients)
+    yield _bounded("impose: other weights give the first mesh's gradients", mesh, effect, gradient_tolerance)
     moved = max(largest_change(new.logprobs, live.logprobs), gradient_change(new.gradients, live.gradients))
-    yield Row(
-        "meshes",
-        "impose: other numbers than live routes",
-        mesh,
-        "ok" if moved > tolerance else "FAILED",
-        f"{moved:.1e} away; if it is 0, either nothing is imposed or the new weights choose the old experts",
-    )
-    learning = [name for name, gradient in new.gradients.items() if is_router(name) and bool(gradient.any())]
-    routers = [name for name in new.gradients if is_router(name)]
-    yield Row(
-        "meshes",
-        "impose: routers learn",
-        mesh,
-        "ok" if routers and len(learning) == len(routers) else "FAILED",
-        f"{len(learning)} of {len(routers)} routers' parameters have a gradient",
-    )
+    detail = f"{moved:.1e} away; if it is 0, either nothing is imposed or the new weights choose the old experts"
+    case = "impose: other numbers than live routes"
+    yield Row("meshes", case, mesh, "ok" if moved > tolerance else "FAILED", detail)
+    learns = [bool(gradient.any()) for name, gradient in new.gradients.items() if is_router(name)]
+    detail = f"{sum(learns)} of {len(learns)} routers' parameters have a gradient"
+    yield Row("meshes", "impose: routers learn", mesh, "ok" if learns and all(learns) else "FAILED", detail)
 
 
 def _bounded(case: str, mesh: str, effect: float, tolerance: float) -> Row:
