@@ -1,6 +1,4 @@
-"""Extension of Python-Markdown for mkdocs.yml: links to files outside of docs work on GitHub; the site does not have
-these files, and shows their paths instead.
-"""
+"""Extension of Python-Markdown for mkdocs.yml: of links to files outside of docs, the site shows the paths."""
 
 from pathlib import Path
 from typing import Any

@@ -20,10 +20,7 @@ FIRST = 100
 
 
 def refuse_first_records(config: RunConfig) -> None:
-    """Import the user's functions in the config, read its files, look at the first records and all prompts, and try
-    rewards on the first. Raises ConfigError for a function, DataError beyond `max_bad` lines, TrainingError if a reward
-    always fails.
-    """
+    """Try the config's functions, files, first records, prompts and rewards; raise an McoreRlError if any fails."""
     load_extensions(config)
     if isinstance(config, RlRunConfig) and config.rl.prompts.task == "file":
         needs_answer = any(part in ANSWER_PARTS for part in config.rl.reward.parts)

@@ -113,9 +113,10 @@ def _declare(rows: str, parser: argparse.ArgumentParser) -> None:
     """Declare arguments in the syntax that the head of commands.toml explains."""
     while found := re.search(r"^@(\w+)$", rows, re.MULTILINE):
         rows = rows.replace(found[0], _SHARED[found[1]].strip())
-    container = group = parser
+    container: argparse._ActionsContainer = parser
+    group: argparse._ActionsContainer = parser
     for row in re.split(r"\n(?=\S)", rows.strip()) if rows else ():
-        head, _, text = row.partition("\n")
+        head, text = (*re.split(r"\s{2,}", row.strip(), maxsplit=1), "")[:2]
         if head.startswith("["):
             container = group = parser.add_argument_group(head.strip("[]"))
         elif head.startswith("{"):

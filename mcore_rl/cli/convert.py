@@ -160,9 +160,7 @@ def _export(source: Path, output: Path, args: argparse.Namespace, settings: Copy
 
 
 def _text(args: argparse.Namespace, run: Path | None) -> ModelText | None:
-    """Return the tokenizer of an export: the user's or the run's; None for the reference's, or if none is wanted.
-    ConfigError if there is none, or if the run's and the reference's differ.
-    """
+    """Return the tokenizer of an export, None for the reference's or none; ConfigError without one or if two differ."""
     trained = read_run(run) if run is not None else None
     template = trained.chat_template if trained is not None else None
     if args.tokenizer == "none":

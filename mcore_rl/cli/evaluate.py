@@ -138,9 +138,7 @@ def with_stored_adapters(config: AnyConfig, source: Path) -> AnyConfig:
 
 
 def checkpoint_to_evaluate(load: str | None, run_dir: str, tokenizer: TokenizerConfig, model: ModelConfig) -> Path:
-    """Return the folder of the run's own checkpoints if it has any, or else checkpoint.load. ConfigError if there is
-    neither, DataError if the run in run_dir was trained with another tokenizer.
-    """
+    """Return the folder of the run's own checkpoints, or else checkpoint.load; ConfigError without either."""
     own = Path(run_dir) / "checkpoints"
     if own.is_dir() and any(own.iterdir()):
         refuse_other_tokenizer(load_tokenizer(tokenizer), str(own), "run_dir")

@@ -131,9 +131,7 @@ def _gpus_here() -> Gpus | None:
 
 
 def fit(folder: Path, gpus: Gpus, kind: str, overrides: Sequence[str]) -> int:
-    """Print in one line that training `kind` of the model in `folder` fits on the GPUs, and then how; else raise
-    ConfigError with the smallest number of GPUs that it fits on.
-    """
+    """Print that a training fits on the GPUs, and how; else raise ConfigError with the smallest number that it fits."""
     found = _tried(folder, gpus, kind, overrides)
     training, shown = found.training, found.shortlist()
     name = f"{folder.resolve().name}, {size_of(training.model)}: "
@@ -222,9 +220,9 @@ def size_of(model: ModelConfig) -> str:
 
 
 def translated(path: Path, program: str | None, folder: str | None) -> str:
-    """Return the text of a config for a YAML or JSON file of another system: a field for each setting with the same
-    value, else a comment. `program` None is "rl" or the system's only one; `folder` replaces the model. Raises
-    ConfigError if the file is no table or names no training.
+    """Return the text of a config for a YAML or JSON file of another system; ConfigError if it is none.
+
+    Each setting with the same value becomes a field, any other a comment. `folder` replaces the model.
     """
     settings, system = _read(path)
     if program is None and system in (None, "TRL") and "num_generations" not in settings:

@@ -98,9 +98,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _is_model(config: Path) -> bool:
-    """Return whether CONFIG is a model, a folder or ORGANIZATION/NAME in the hub's cache on this machine, and neither a
-    file nor a recipe; ConfigError if it is none of them.
-    """
+    """Return whether CONFIG is a model's folder or name on the hub, and no file or recipe; ConfigError if neither."""
     if config.is_dir():
         return True
     try:

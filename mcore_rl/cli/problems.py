@@ -79,9 +79,7 @@ def valid_path(output: Path) -> Path:
 
 
 def line_of_problem(problem: Problem, seed: int, cut_fraction: float) -> dict[str, str]:
-    """Return a problem as a line for fine-tuning: its answer, and the response to imitate, whose last character is left
-    out with probability `cut_fraction`, by the run's seed.
-    """
+    """Return a problem as a line for fine-tuning; with `cut_fraction` the response lacks its last character."""
     is_cut = random.Random(f"{seed}/{problem.problem_id}").random() < cut_fraction
     response = problem.answer[:-1] if is_cut else problem.answer
     return {"prompt": problem.prompt, "answer": problem.answer, "response": response}
@@ -162,9 +160,7 @@ def _kind(character: str) -> str:
 
 
 def score_completions(args: argparse.Namespace) -> int:
-    """Score completions of the first `args.sample` prompts and print them with prompt and reference; return 0, or 1 if
-    a score failed. A part that always fails raises TrainingError.
-    """
+    """Print scores of completions of `args.sample` prompts; return 0, or 1 if a score failed."""
     config = load_run_config(RlRunConfig, Path(args.config), args.overrides)
     check_rl(config, config.mesh.smallest_world)
     prompts = load_prompts(config)

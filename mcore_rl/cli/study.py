@@ -44,9 +44,7 @@ class PlannedRun:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Do the unfinished runs; write rows, table and figures after each run, and print the table at the end. Return 0,
-    also if the study was asked to stop, or the status of the first failed run, which ends the study.
-    """
+    """Do the unfinished runs, and write the results after each; return 0 or the first failed run's status."""
     study = load_config(StudyConfig, Path(args.config), args.overrides)
     refuse_other_files(Path(study.run_dir), Path(args.config))
     console = Console()

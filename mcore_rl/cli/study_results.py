@@ -1,9 +1,4 @@
-"""Results of a study's runs: raw rows to compute with, a table with a row for each arm, and a picture.
-
-study.json has the settings of the study and of each run, finished or not, the means of its metrics over the updates of
-each rollout batch, its evaluations, and means of layer metrics. Table and picture can be recreated from it. The picture
-has for each arm the mean over its seeds, with a band for the 95 % interval.
-"""
+"""Results of a study's runs: raw rows (study.json, from which all else can be made), a table and a picture."""
 
 import json
 import math

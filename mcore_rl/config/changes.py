@@ -80,9 +80,7 @@ def config_changes(before: Mapping[str, Any], now: Section, prefix: str = "") ->
 
 
 def with_contents(changes: Sequence[ConfigChange], before: Contents, now: Contents) -> list[ConfigChange]:
-    """Return the changes of a config, moved where both paths have the same contents, and the fields whose files have
-    other contents than recorded, or are more or fewer.
-    """
+    """Return the changes, without files moved with equal contents, and the fields whose files changed."""
     changed = {change.key for change in changes}
     return [replace(change, is_moved=_is_moved(change, before, now)) for change in changes] + [
         ConfigChange(key=key, before=f"{path} with {there}", now=f"{path} with {here}")

@@ -25,9 +25,7 @@ class Recipe:
 
 
 def config_file(path: Path, folder: Path = RECIPES) -> Path:
-    """Return the file that CONFIG means: a file, or the recipe of that name or path in the repository. Raises
-    ConfigError, with the most similar recipes, if there is none.
-    """
+    """Return the file that CONFIG means, a file or a recipe; ConfigError with the most similar if there is none."""
     if os.path.exists(path):
         return path
     if path.suffix == ".toml":

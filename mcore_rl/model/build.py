@@ -73,9 +73,7 @@ def copy_in(chunks: Sequence[nn.Module], tensors: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def gathered(shards: Sequence[LocalShard], mesh: Mesh, to_rank: int = 0) -> dict[str, Tensor]:
-    """Collective over the world: return the whole tensors of all ranks' shards by key, in the main memory of `to_rank`;
-    an empty dict on all other ranks. Shards are sent one at a time.
-    """
+    """Collective over the world: return all ranks' shards as whole CPU tensors on `to_rank`, and {} elsewhere."""
     own = [shard for shard in shards if shard.is_main]
     of_ranks: list[list[LocalShard]] = [[] for _ in range(mesh.world.size)]
     described = [replace(shard, data=torch.empty_like(shard.data, device="meta")) for shard in own]

@@ -61,9 +61,7 @@ class RouterLoad:
         """Whether the model has the loss of each metric, in the order of `take_loss_sums`."""
 
     def gather(self, mesh: Mesh) -> ExpertLoads:
-        """Collective over the world: return counts and losses of all layers and tokens, on the CPU, and reset them;
-        each rank counted its own tokens in its own layers.
-        """
+        """Collective over the world: return counts and losses of all layers on the CPU, and reset them."""
         # Without SP all tensor-parallel ranks would count the same tokens; Megatron refuses to train that way.
         assert mesh.sequence_parallel or mesh.tp.size == 1
         # float64 for both, which is exact for counts: one collective.

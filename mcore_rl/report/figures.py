@@ -51,7 +51,8 @@ class Band:
 
 def _figure(row: dict[str, Any]) -> Figure | Band:
     if "band" in row:
-        return Band(row["title"], *row["band"], row["note"])
+        low, high = row["band"]
+        return Band(row["title"], low, high, row["note"])
     lines = tuple(Line(**line) if isinstance(line, dict) else Line(*line) for line in row["lines"])
     return Figure(**row | {"lines": lines})
 

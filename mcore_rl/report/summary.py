@@ -52,7 +52,7 @@ def accuracies(run: RunRecord) -> Iterator[Accuracy]:
         yield Accuracy(
             value=float(kept[ACCURACY]),
             num_prompts=None if num_prompts is None else int(num_prompts),
-            conditions=words_of(kept.get("conditions", {})) or "evaluation.json without its conditions",
+            conditions=conditions_text(kept.get("conditions", {})) or "evaluation.json without its conditions",
             before=None,
         )
     series = run.series(ACCURACY)
@@ -69,7 +69,7 @@ def accuracies(run: RunRecord) -> Iterator[Accuracy]:
 
 def own_conditions(run: RunRecord) -> str:
     """Return the conditions of the evaluations that a run makes itself."""
-    return words_of(evaluation_conditions(run.config)) if run.stage == "rl" else ""
+    return conditions_text(evaluation_conditions(run.config)) if run.stage == "rl" else ""
 
 
 def by_conditions(runs: Sequence[RunRecord]) -> dict[str, dict[int, Accuracy]]:
@@ -81,7 +81,7 @@ def by_conditions(runs: Sequence[RunRecord]) -> dict[str, dict[int, Accuracy]]:
     return found
 
 
-def words_of(conditions: Mapping[str, Any]) -> str:
+def conditions_text(conditions: Mapping[str, Any]) -> str:
     """Return conditions in words; empty without any."""
     if not conditions:
         return ""

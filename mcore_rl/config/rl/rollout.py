@@ -1,6 +1,4 @@
-"""The sections `rl.rollout`, `rl.eval` and `rl.samples`: sampling for training, for evaluation and for people to
-read.
-"""
+"""Sampling: the sections `rl.rollout`, `rl.eval` and `rl.samples`."""
 
 from collections.abc import Callable, Mapping
 from functools import cached_property

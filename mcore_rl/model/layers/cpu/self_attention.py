@@ -237,20 +237,10 @@ class _SplitHeads(torch.autograd.Function):
     """`split_heads` with its gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        mixed: Tensor,
-        query_weight: Tensor | None,
-        key_weight: Tensor | None,
-        cos: Tensor | None,
-        sin: Tensor | None,
-        positions_S: Tensor | None,
-        width: int,
-        eps: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value, inverse, mixed = _split(mixed, query_weight, key_weight, cos, sin, positions_S, width, eps)
-        ctx.save_for_backward(mixed, query_weight, key_weight, cos, sin, positions_S, inverse)
-        ctx.width = width
+    def forward(ctx: Any, *operands: Any) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, inverse, mixed = _split(*operands)
+        *weights_and_angles, ctx.width, _ = operands[1:]
+        ctx.save_for_backward(mixed, *weights_and_angles, inverse)
         return query, key, value
 
     @staticmethod
