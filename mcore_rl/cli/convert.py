@@ -245,6 +245,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"convert {args.action} takes {' or '.join(map(str, wanted))} folders, got {len(args.paths)}."
         )
+    # Only a parser knows the defaults; an option that was given its default passes, as it changes nothing.
     parser = argparse.ArgumentParser(add_help=False)
     COMMANDS["convert"].arguments(parser)
     options = (option for option in parser._actions if option.option_strings)

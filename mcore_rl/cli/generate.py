@@ -254,6 +254,7 @@ def continuations(
 
 
 def _take_positional(args: argparse.Namespace) -> None:
+    # After an option that names the model, the first argument is the prompt.
     if (args.model or args.run or args.checkpoint) and args.text is None:
         args.folder, args.text = None, args.folder
     for place, option in (("folder", "model"), ("text", "prompt")):

@@ -99,6 +99,7 @@ def largest_distance(
                 else _in_megatron(found, tokens_BS)
             )
         except Exception as error:
+            # Transformers' models raise anything for a config that they do not expect; an error of ours is a bug.
             if isinstance(error, McoreRlError) or isinstance(found, DistModel):
                 raise
             reason = f"{type(error).__name__}: {error}. To convert it all the same: --no-check-logits."
@@ -299,6 +300,7 @@ def _outputs_of(
         tensor = output[0] if isinstance(output, tuple) else output
         axis = 0 if tensor.shape[1] == SEQUENCE_LENGTH else 1  # in transformers and in Megatron
         rows = tensor.narrow(axis, NUM_SEQUENCES, tensor.shape[axis] - NUM_SEQUENCES)
+        # These sequences are disturbed in the last bit after each layer: how far they stray is what rounding explains.
         up_or_down = torch.randint(0, 2, rows.shape, generator=generator) * 2 - 1
         rows.mul_(1 + torch.finfo(torch.float32).eps * up_or_down)
         outputs.append(tensor.clone())

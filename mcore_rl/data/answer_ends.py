@@ -79,7 +79,7 @@ def end_tokens(tokenizer: Tokenizer, chat: Chat | None, path: str | None) -> dic
     template's turn, which fine-tuned models end with, `eos_token`, generation_config.json in the folder `path`, the end
     of a document. Raises DataError if generation_config.json cannot be read or names an unknown id.
     """
-    ends: dict[int, str] = {}
+    ends: dict[int, str] = {}  # filled by setdefault: a token that several places name is shown with the first
     for token in chat.turn_end_ids if chat is not None else ():
         ends.setdefault(token, "end of the assistant's turn in the chat template")
     if tokenizer.eos_id is not None:

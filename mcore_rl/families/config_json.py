@@ -268,6 +268,7 @@ def _rope_of(
         return RopeConfig(theta=theta, fraction=fraction)
     if kind not in ("llama3", "yarn"):
         raise refusal({"rope_type": kind}, "rope_type", "knows only default, llama3 and yarn")
+    # As in transformers: without its own key, the length before the scaling is max_position_embeddings.
     settings.setdefault("original_max_position_embeddings", needed(config, "max_position_embeddings"))
     settings["factor"] = float(needed(settings, "factor"))
     scaled = (_llama3 if kind == "llama3" else _yarn)(settings, theta)

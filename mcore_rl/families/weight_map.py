@@ -28,7 +28,7 @@ class AxisRange(NamedTuple):
     step: int = 1
 
     @property
-    def count(self) -> int:  # type: ignore[override]
+    def count(self) -> int:  # type: ignore[override]  # in place of tuple's method, which would search the three
         """Number of indices."""
         # Negated twice, floor division rounds up.
         return -((self.start - self.stop) // self.step)

@@ -444,6 +444,7 @@ def delete_files(folder: Path, stamps: Stamps) -> None:
 
 def _entries(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
     """Yield relative path and status of everything below a folder; links are not followed."""
+    # Without onerror, os.walk leaves out folders that it cannot read.
     for path, folders, files in os.walk(folder, onerror=_raise):
         for name in (*folders, *files):
             entry = Path(path) / name

@@ -194,6 +194,7 @@ def load_saved(data: bytes, what: str, map_location: str | None = None) -> Any:
     """Return what `torch.save` wrote, by classes of SAVED alone; CheckpointError with `what` as `refuse_programs`."""
     refuse_programs(data, what)
     try:
+        # With weights_only=True torch takes no unpickler but its own, whose classes are other ones than SAVED.
         return torch.load(io.BytesIO(data), map_location, pickle_module=_LoadingModule, weights_only=False)
     except CheckpointError as error:
         raise CheckpointError(f"{what}: {error}.") from None

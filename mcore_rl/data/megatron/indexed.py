@@ -444,6 +444,7 @@ def _repaired_cache(folder: Path) -> Iterator[None]:
             # The folder is the user's choice, and may contain other programs' arrays.
             if CACHED.fullmatch(path.name):
                 try:
+                    # Mapping reads the header alone, and fails where the file is shorter than that says.
                     numpy.load(path, mmap_mode="r")
                 except (ValueError, EOFError):
                     path.unlink()
