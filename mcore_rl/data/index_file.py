@@ -192,7 +192,7 @@ class Sidecar:
     """Number of lines, or of documents of plain text, that were left out."""
     sources: tuple[SourceFile, ...]
     bin_crc32: str = ""
-    """CRC-32 of the .bin in hexadecimal; empty, as the next: an earlier version did not record it."""
+    """CRC-32 of the .bin in hexadecimal; empty, as the next, until the shards are merged."""
     idx_crc32: str = ""
 
     def to_json(self) -> bytes:
