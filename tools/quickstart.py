@@ -339,7 +339,9 @@ def main() -> int:
         "--steps", type=int, default=int(os.environ.get("STEPS", STEPS)), help="of pretraining; others grow with it"
     )
     names = list(dict.fromkeys(stage.name for stage in stages(Path(), STEPS, MORE_ARMS)))
-    command.add_argument("--only", choices=names, help="this part alone, on what the others have left")
+    command.add_argument(
+        "--only", action="append", choices=names, default=[], help="this part alone, on what the others have left"
+    )
     command.add_argument(
         "--arm",
         action="append",
@@ -354,15 +356,15 @@ def main() -> int:
     console = Console()
     folder = ROOT / args.folder
     started_s = time.monotonic()
-    more = (*args.arm, *([args.only] if args.only in MORE_ARMS else []))
+    more = (*args.arm, *(name for name in args.only if name in MORE_ARMS))
     chosen = [
         stage
         for stage in stages(folder, args.steps, tuple(dict.fromkeys(more)), args.settings)
-        if args.only in (None, stage.name)
+        if not args.only or stage.name in args.only
     ]
     if status := run_to_status(chosen, console, max(0.3, args.steps / STEPS)):
         return status
-    if args.only is None:
+    if not args.only:
         summary(folder, time.monotonic() - started_s, console)
     return 0
 

@@ -104,8 +104,12 @@ def assert_traced(samples: Sequence[dict[str, Any]], updates: Sequence[dict[str,
     assert min(ratios) == pytest.approx(min(update["policy/log_ratio_min"] for update in updates), abs=3e-4)
 
 
-def test_it_learns_and_killed_and_stopped_it_is_bit_equal_in_the_end(rl_file: Path, tmp_path: Path) -> None:
-    succeed("mcore_rl.programs.rl", [rl_file, "checkpoint.interval=none"], 2)
+@pytest.mark.matrix("one")
+@pytest.mark.parametrize(("ranks", "mesh"), [(1, ("mesh.tp=1", "mesh.ep=1")), (2, ())], ids=["one", "tp2-ep2"])
+def test_it_learns_and_killed_and_stopped_it_is_bit_equal_in_the_end(
+    ranks: int, mesh: tuple[str, ...], rl_file: Path, tmp_path: Path
+) -> None:
+    succeed("mcore_rl.programs.rl", [rl_file, *mesh, "checkpoint.interval=none"], ranks)
     wanted = computed(tmp_path / "rl")
     rewards = [numbers["reward/mean"] for numbers in wanted.values() if "reward/mean" in numbers]
     assert len(rewards) == 8
@@ -119,15 +123,15 @@ def test_it_learns_and_killed_and_stopped_it_is_bit_equal_in_the_end(rl_file: Pa
     assert_traced([json.loads(line) for line in samples], [ratios[11], ratios[12]])
 
     run_dir = tmp_path / "broken"
-    words = [rl_file, f"run_dir={run_dir}"]
+    words = [rl_file, *mesh, f"run_dir={run_dir}"]
     # Between the two updates of the fifth rollout batch, and in the second batch after the resume.
-    killed = run_main("tests.e2e.signalled", ["rl", "SIGKILL.update.10", *words], 2)
+    killed = run_main("tests.e2e.signalled", ["rl", "SIGKILL.update.10", *words], ranks)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert not (run_dir / "DONE").exists()
-    stopped = run_main("tests.e2e.signalled", ["rl", "SIGTERM.update.3", *words], 2)
+    stopped = run_main("tests.e2e.signalled", ["rl", "SIGTERM.update.3", *words], ranks)
     assert stopped.returncode == 0, "a clean stop is no failure"
     assert not (run_dir / "DONE").exists()
-    last = succeed("mcore_rl.programs.rl", words, 2)
+    last = succeed("mcore_rl.programs.rl", words, ranks)
     assert f"resumed from {run_dir}/checkpoints/iter_" in last.stdout
     assert f"reference policy: {run_dir}/reference/step_" in last.stdout
     assert computed(run_dir) == wanted

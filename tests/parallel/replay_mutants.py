@@ -60,13 +60,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "experts_tK = microbatch.imposed_ltK[0].long()",
         in_short=True,
     ),
-    Mutant("routes shifted by one token in the hook", HOOKS, IMPOSED, IMPOSED + ".roll(1, 0)", in_short=True),
+    Mutant("routes shifted by one token in the hook", HOOKS, IMPOSED, IMPOSED + ".roll(1, 0)"),
     Mutant(
-        "layers in reverse in the hook",
-        HOOKS,
-        IMPOSED,
-        "experts_tK = microbatch.imposed_ltK[-1 - self._column].long()",
-        in_short=True,
+        "layers in reverse in the hook", HOOKS, IMPOSED, "experts_tK = microbatch.imposed_ltK[-1 - self._column].long()"
     ),
     Mutant("an expert twice in every imposed set", HOOKS, IMPOSED, IMPOSED + "[:, :1].repeat(1, topk)", in_short=True),
     Mutant(
@@ -120,7 +116,6 @@ MUTANTS: tuple[Mutant, ...] = (
         HOOKS,
         GATES,
         "return scores.gather(1, experts_tK) + 0.05 * (experts_tK % 2), experts_tK",
-        in_short=True,
     ),
     Mutant(
         "half the gradient through the router",
@@ -134,7 +129,6 @@ MUTANTS: tuple[Mutant, ...] = (
         GATES,
         "half = (scores + scores.detach()) / 2 if microbatch.index == 1 else scores\n"
         "        return half.gather(1, experts_tK), experts_tK",
-        in_short=True,
     ),
     Mutant(
         "gates of the other experts of a set", HOOKS, GATES, "return scores.gather(1, experts_tK.flip(1)), experts_tK"
@@ -147,7 +141,6 @@ MUTANTS: tuple[Mutant, ...] = (
         HOOKS,
         "microbatch.live_ltK[self._column] = live_tK",
         "microbatch.live_ltK[self._column] = live_tK[:, :1]",
-        in_short=True,
     ),
     Mutant(
         "the recording pass goes to the worst experts",
@@ -348,12 +341,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # R3 with tokens that the engine left out.
     Mutant(
-        "all tokens are live where some were left out",
-        HOOKS,
-        CHOSEN,
-        "experts_tK = live_tK",
-        scenario="r3_left_out",
-        in_short=True,
+        "all tokens are live where some were left out", HOOKS, CHOSEN, "experts_tK = live_tK", scenario="r3_left_out"
     ),
     Mutant(
         "tokens that were left out go to whatever is in their rows", TAPE, HAS_GAPS, "if False:", scenario="r3_left_out"
@@ -365,7 +353,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "if imposes and chunk is [*self._routers][-1]:",
         scenario="r3_left_out",
         meshes=("pp2-vpp2",),
-        in_short=True,
     ),
     Mutant(
         "tokens that were left out go to other experts than the best",
@@ -405,7 +392,6 @@ MUTANTS: tuple[Mutant, ...] = (
         MISSING,
         "token_n = token_n[~torch.isin(tokens.position_t[token_n], cached.missing_n)][1:]",
         scenario="r3_left_out",
-        in_short=True,
     ),
     Mutant(
         "a sample with tokens left out is live altogether",

@@ -155,6 +155,7 @@ def test_adapters_alone_are_read_and_exported_as_a_checkpoint_of_all_weights(tmp
         assert_same(read_hf(tmp_path / f"alone-{kind}"), read_hf(tmp_path / f"whole-{kind}"))
 
 
+@pytest.mark.full
 def test_an_export_of_adapters_replaces_an_earlier_export(tmp_path: Path) -> None:
     run(lora_config(tmp_path / "run", "1", TARGETS["all"]), 1, [1])
     for more in ([], ["--overwrite"]):

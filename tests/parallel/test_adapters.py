@@ -118,6 +118,7 @@ def test_updates_under_replayed_routes_do_not_depend_on_the_mesh(mesh: str, fold
                 assert update[name] == pytest.approx(value, rel=2e-6, abs=allowed), name
 
 
+@pytest.mark.matrix("ppo-1", "grpo-ep2-overlapped")
 @pytest.mark.parametrize(("kind", "mesh"), [("grpo", "1"), ("gspo", "1"), ("ppo", "1"), ("grpo", "ep2-overlapped")])
 def test_updates_of_a_policy_move_its_adapters_alone(kind: str, mesh: str) -> None:
     """Neither routers nor the biases on the choice of experts."""
@@ -380,6 +381,7 @@ def described(config: PretrainConfig) -> str:
     return adapters.describe_adapters(set_up_plain(config).chunks)
 
 
+@pytest.mark.matrix("tp2-etp2")
 @pytest.mark.parametrize("mesh", ["tp2-etp2", "pp2-vpp2", "ep2"])
 def test_matrices_and_parameters_are_counted_over_the_world(mesh: str) -> None:
     model = TINY["qwen3_moe"]

@@ -91,6 +91,7 @@ def steps_until_stopped(file: Path, signals: dict[int, tuple[int, int]]) -> tupl
     return step, reason
 
 
+@pytest.mark.matrix("usr1-on-one", "term-on-all", "file")
 @pytest.mark.parametrize(
     ("signals", "reason"),
     [

@@ -1,6 +1,7 @@
 """A run that resumes from a checkpoint computes what it would have computed, on the same mesh bit for bit."""
 
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -48,26 +49,26 @@ LATE_GATHER = MeshConfig(dp=2, overlap_grad_reduce=True, overlap_param_gather=Tr
     ids=["qwen-pp2-vpp2", "qwen-cp2", "qwen-1", "deepseek-pp2-vpp2", "deepseek-dp2-overlap"],
 )
 def test_a_run_goes_on_alike_on_another_mesh(
-    stayed: dict[str, dict[int, float]], model: ModelConfig, mesh: MeshConfig, tmp_path: Path
+    stayed: Callable[[ModelConfig], tuple[str, dict[int, float]]], model: ModelConfig, mesh: MeshConfig, tmp_path: Path
 ) -> None:
     """Optimizer, experts, expert bias and schedule come along from TP2 x EP2."""
-    saved = stayed[model.family]
-    moved = run(config_of(tmp_path, model, mesh, load=saved["folder"]), until=5)  # type: ignore[arg-type]
+    folder, losses = stayed(model)
+    moved = run(config_of(tmp_path, model, mesh, load=folder), until=5)
     assert list(moved.losses) == [4, 5]
-    expected = [saved["losses"][step] for step in (4, 5)]
-    assert list(moved.losses.values()) == pytest.approx(expected, rel=1e-6)
+    assert list(moved.losses.values()) == pytest.approx([losses[step] for step in (4, 5)], rel=1e-6)
     assert any("random states follow anew from train.seed=1234 and step 3" in line for line in moved.lines)
 
 
 @pytest.fixture(scope="module")
-def stayed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
-    """For each family a run on TP2 x EP2 that saved after step 3 and stayed until step 5."""
-    runs = {}
-    for model in (QWEN, DEEPSEEK):
+def stayed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[ModelConfig], tuple[str, dict[int, float]]]:
+    """Folder and losses of a model's run on TP2 x EP2 that saved after step 3 and stayed until step 5."""
+
+    @cache
+    def run_of(model: ModelConfig) -> tuple[str, dict[int, float]]:
         folder = tmp_path_factory.mktemp(model.family)
-        result = run(config_of(folder, model, TP2_EP2), until=5, save_at=[3])
-        runs[model.family] = {"folder": str(folder), "losses": result.losses}
-    return runs
+        return str(folder), run(config_of(folder, model, TP2_EP2), until=5, save_at=[3]).losses
+
+    return run_of
 
 
 @pytest.mark.full

@@ -47,6 +47,7 @@ def drawn_on(tp: int) -> list[Drawn]:
     return [draw(slice_Bv, uniforms_B, cut, mesh.tp, vocab_size=IDS) for cut in CUTS]
 
 
+@pytest.mark.full
 def test_slices_of_the_vocabulary_on_two_ranks_draw_the_same() -> None:
     alone = run_ranks(drawn_on, 1, 1)[0]
     for rank in run_ranks(drawn_on, 2, 2):

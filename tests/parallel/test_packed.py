@@ -107,7 +107,7 @@ def reference(model: str) -> tuple[Tensors, dict[str, float], Tensors]:
     return initial, *on(MeshConfig(), MODELS[model], initial, are_packed=False)
 
 
-@pytest.mark.matrix("qwen3_moe-pp2-vpp2", "deepseek_v3-cp2")
+@pytest.mark.matrix("deepseek_v3-cp2")
 @pytest.mark.parametrize(
     ("model", "mesh"),
     [(model, mesh) for model in ("qwen3_moe", "deepseek_v3") for mesh in ("1", "tp2-ep2", "cp2", "pp2-vpp2")]

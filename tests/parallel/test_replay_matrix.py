@@ -145,6 +145,7 @@ def test_routes_of_other_families_give_their_gradients(family: str, mesh: str) -
         assert_equal(found[layout], one_rank(model).outcomes[layout], tolerance)
 
 
+@pytest.mark.matrix("qwen3_moe")
 @pytest.mark.parametrize("model", ["qwen3_moe", "qwen3_moe-shallow", "deepseek_v3-shallow"])
 def test_replay_changes_many_routes_of_the_other_weights(model: str) -> None:
     """Else the matrix would compare nothing."""
@@ -198,6 +199,7 @@ def oracle_of(model: str) -> dict[str, Outcome]:
     return {layout: together([x | blank]) for layout, x in zip(LAYOUTS, found, strict=True)}
 
 
+@pytest.mark.matrix("qwen3_moe", "deepseek_v3", "qwen3_moe-full")
 @pytest.mark.parametrize("model", [*FAMILIES, *CAPACITY])
 def test_routes_of_one_rank_are_recorded_and_imposed_as_an_oracle_does(model: str) -> None:
     """R2 against the formula, on the rank with which all meshes are compared: nothing of replay is in the oracle."""
@@ -225,6 +227,11 @@ def test_what_one_rank_dropped_is_dropped_on_every_mesh(model: str, mesh: str) -
             assert_same_training(outcome, oracle_of(model)[layout])
 
 
+@pytest.mark.matrix(
+    "pp2-vpp2-full-arm_all_routers_of_the_process-in recomputation",
+    "pp2-full-recompute_with_the_latest_forward-in recomputation",
+    "pp2-vpp2-none-batched_messages-",
+)
 @pytest.mark.parametrize(
     ("mesh", "recompute", "mistake", "message"),
     [

@@ -228,6 +228,7 @@ def test_routes_of_an_engine_that_are_like_none_of_the_trainer_end_the_run(tmp_p
         run_ranks(updates, 1, config, weights("qwen3_moe", 1), {}, tmp_path, [{}])
 
 
+@pytest.mark.matrix("1", "cp2")
 @pytest.mark.parametrize("mesh", ["1", "dp2", "cp2", "pp2"])
 def test_tokens_get_the_z_scores_of_the_steps_that_end_there_or_later(mesh: str) -> None:
     config = config_of("qwen3_moe", MESHES[mesh])
@@ -302,6 +303,7 @@ def test_old_logprobs_of_a_pass_before_are_those_of_the_update_itself(folder: Pa
     assert reports[2]["kl_old"] > 0.0
 
 
+@pytest.mark.matrix("ep2")
 @pytest.mark.parametrize("mesh", ["1", "ep2"])
 def test_sampled_old_logprobs_need_no_routes(mesh: str, folder: Path, tmp_path: Path) -> None:
     """The KL of the first update is then what a trainer's pass reports as the mismatch with the rollout."""
@@ -347,6 +349,7 @@ def test_frozen_routers_and_their_biases_stay_and_all_else_learns() -> None:
         assert all(moved[name] for name in trained if name.endswith("linear_fc1.weight") or ".linear_proj." in name)
 
 
+@pytest.mark.matrix("none", "r3")
 @pytest.mark.parametrize("replay", ["none", "r2", "r3"])
 def test_an_overflow_is_a_skipped_step_and_no_fault_of_routing(replay: ReplayKind) -> None:
     """train.max_skipped is the policy for it, and each step after it is as good as before."""
@@ -364,6 +367,7 @@ def test_an_update_whose_loss_reaches_no_parameter_ends_the_run() -> None:
         assert "a gradient of exactly 0: nothing is trained" in found[case]
 
 
+@pytest.mark.matrix("r3")
 @pytest.mark.parametrize("replay", ["r2", "r3"])
 def test_routes_of_a_rollout_are_forgotten_with_it(replay: ReplayKind) -> None:
     """Else a run's memory would grow with each rollout, with no number that is wrong."""

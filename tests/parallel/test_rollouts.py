@@ -245,6 +245,7 @@ def test_dynamic_sampling_by_accuracy_replaces_groups_that_differ_in_their_lengt
     }
 
 
+@pytest.mark.matrix("tp2-pp2")
 @pytest.mark.parametrize("mesh", [MeshConfig(dp=2), MeshConfig(tp=2, pp=2)], ids=["dp2", "tp2-pp2"])
 def test_a_flow_gives_the_groups_of_turns_and_ends_all_ranks_where_one_replica_fails(mesh: MeshConfig) -> None:
     """The prompt 13 is of the second of two replicas, and of the fourth rollout batch; it starts with the third."""

@@ -400,7 +400,7 @@ def test_an_error_on_one_rank_is_raised_on_all() -> None:
     assert "rank 1: sample 7 of version 3, layers [0, 1, 2, 3]: there are no routes" in missing
 
 
-@pytest.mark.matrix("qwen3_moe")
+@pytest.mark.matrix("minimax_m2-shallow")
 @pytest.mark.parametrize(
     "model",
     [
@@ -467,7 +467,7 @@ def disagreement_on_rank(
     return by_sample, problems, sums, totals.expert_choices_2LE
 
 
-@pytest.mark.matrix("cp2", "pp2-vpp2")
+@pytest.mark.matrix("pp2-vpp2")
 @pytest.mark.parametrize("mesh", ["1", "tp2-ep2", "cp2", "pp2-vpp2", "ep2"])
 def test_a_strangers_routes_are_counted_for_its_sample_on_every_rank_that_has_a_part(mesh: str) -> None:
     """Against sets of experts, counted one by one."""

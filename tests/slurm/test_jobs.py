@@ -4,6 +4,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from mcore_rl.launch.job import STATUS, JobScript, Servers
 from tests.slurm.cluster import ENDED, Cluster
 from tests.slurm.training import BEGIN_S, ends, job, losses, saved_step, signal_rank, submit
@@ -53,6 +55,7 @@ def test_the_time_limit_preemption_and_people_end_attempts_each_in_its_own_way(c
     assert cluster.job(again)["ExitCode"] == f"{STATUS['stopped']}:0"
 
 
+@pytest.mark.full
 def test_a_job_whose_python_would_import_other_code_than_its_copy_ends_at_once(cluster: Cluster) -> None:
     """A line of the set-up, as a module's, puts another checkout first; a file that changed after launch does not."""
     other = cluster.shared / "checkout"
@@ -77,6 +80,7 @@ def gets_on(cluster: Cluster, run_dir: Path) -> None:
     cluster.until(lambda: max(losses(run_dir)) > reached, f"a step after {reached}", BEGIN_S)
 
 
+@pytest.mark.full
 def test_an_array_trains_one_run_for_each_seed(cluster: Cluster) -> None:
     script = job(cluster, "seeds", "train.steps=4", **ONE_RANK, array="3-4")
     id_ = submit(cluster, script)

@@ -148,6 +148,7 @@ def test_a_pipeline_is_shown_submitted_attached_to_and_goes_on_when_its_failed_s
     ]
 
 
+@pytest.mark.full
 def test_a_check_runs_doctor_on_every_node_and_names_what_differs(cluster: Cluster, folder: Path) -> None:
     """Nodes of one machine are alike: a variable that the cluster's own commands set tells them apart."""
     differs = 'setup = ["export OMP_NUM_THREADS=$((SLURM_NODEID + 1))"]'

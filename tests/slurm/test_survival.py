@@ -61,6 +61,7 @@ def test_a_run_that_loses_a_daemon_and_is_requeued_by_hand_ends_bit_equal(
     cluster.until_idle(cluster.nodes)
 
 
+@pytest.mark.full
 def test_term_to_the_whole_job_ends_it_with_the_reason_and_says_what_is_lost(cluster: Cluster) -> None:
     """This Slurm's srun kills its tasks within a second, so that no save is possible."""
     steps = ("train.steps=40", "checkpoint.interval=5")
@@ -76,6 +77,7 @@ def test_term_to_the_whole_job_ends_it_with_the_reason_and_says_what_is_lost(clu
     assert f"the steps after {saved_step(run_dir)} are lost (exit status 143)" in log
 
 
+@pytest.mark.full
 def test_a_run_whose_folder_cannot_be_written_for_a_while_waits_and_ends_bit_equal(
     cluster: Cluster, reference: tuple[str, Path]
 ) -> None:
@@ -99,6 +101,7 @@ def test_a_run_whose_folder_cannot_be_written_for_a_while_waits_and_ends_bit_equ
     assert f"first cause: {run_dir} could not be written for " in log.read_text()
 
 
+@pytest.mark.full
 def test_a_job_that_slurm_cannot_start_because_its_log_is_locked_says_so(cluster: Cluster) -> None:
     script = uninterrupted(cluster, "locked")
     id_ = submit(cluster, script, "--hold")

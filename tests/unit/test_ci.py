@@ -122,7 +122,13 @@ def test_plain(): pass
 @pytest.mark.matrix("arguments0-3-3")
 @pytest.mark.parametrize(
     ("arguments", "run", "left_out"),
-    [([], 3, 3), (["--all"], 6, 0), (["{file}::test_costly"], 1, 0), (["{file}::test_cell[a]"], 1, 0)],
+    [
+        (["-n", "1"], 3, 3),
+        ([], 3, 3),
+        (["--all"], 6, 0),
+        (["{file}::test_costly"], 1, 0),
+        (["{file}::test_cell[a]"], 1, 0),
+    ],
 )
 def test_only_the_cells_that_a_mark_names_run_by_default_and_the_others_are_counted(arguments, run, left_out, tmp_path):
     file = tmp_path / "test_matrix.py"

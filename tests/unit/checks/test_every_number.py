@@ -78,7 +78,7 @@ def planned(kind: str, words: list[str]) -> None:
     assert dump_config(config) == dump_config(load_config(KINDS[kind], BASES[kind], words))
 
 
-@pytest.mark.matrix("integers-sft", "integers-rm", "floats-pretrain", "floats-dpo", "floats-pipeline")
+@pytest.mark.matrix("integers-sft", "integers-rm", "floats-dpo", "floats-pipeline")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("values", [INTEGERS, FLOATS], ids=["integers", "floats"])
 def test_every_number_in_every_field_is_refused_by_name_or_can_be_planned(kind, values, monkeypatch):

@@ -79,7 +79,7 @@ def test_every_element_is_paired_exactly_once(variant: str, layout: str) -> None
     weight_map(VARIANTS[variant], layout).prove()
 
 
-@pytest.mark.matrix("DeepSeek-V3", "OLMoE-1B-7B", "DeepSeek-V2-Lite")
+@pytest.mark.matrix("OLMoE-1B-7B", "DeepSeek-V2-Lite")
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_the_maps_of_published_models_have_their_published_number_of_parameters(name: str) -> None:
     billions, mtp_layers = PARAMETERS[name]

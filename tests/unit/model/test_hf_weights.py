@@ -11,7 +11,7 @@ from tests.hf_models import CASES, VOCAB, Tensors, oracle
 from tests.hf_weights import to_global, to_hf
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.full), torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_round_trip_is_bit_identical(case: str, dtype: torch.dtype) -> None:
     theirs = oracle(case)
