@@ -2,8 +2,10 @@
 
 import faulthandler
 import gc
+import itertools
 import os
 import random
+import re
 import signal
 import sys
 import time
@@ -20,6 +22,7 @@ WITH_RANKS = ("tests/parallel/", "tests/e2e/")
 WITH_CLUSTERS = "tests/slurm/"
 """The folder of which each process of pytest-xdist has a cluster, and each file is for one process."""
 LEFT_OUT = pytest.StashKey[int]()
+FOLDERS = itertools.count()
 RUNNING: dict[str, float] = {}
 """When each test began that runs now, here or in the processes of pytest-xdist, by time.monotonic()."""
 
@@ -113,6 +116,14 @@ def pytest_collection_finish() -> None:
     """Leave the hundred thousands of objects of the imported modules and tests out of every later collection."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty folder. Pytest's own reads, for each of thousands, the names of the folders of all tests before."""
+    path = tmp_path_factory.getbasetemp() / f"{re.sub(r'[^a-zA-Z0-9]', '_', request.node.name)[:27]}{next(FOLDERS)}"
+    path.mkdir(mode=0o700)
+    return path
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from mcore_rl.metrics.attempts_file import read_attempts
 from tests.e2e.conftest import Finished, losses
 from tests.forked import succeed
 
-SHORT = ("train.steps=30", "train.micro_batch=8", "optim.lr=1e-2", "mesh.tp=1", "mesh.ep=1")
+SHORT = ("train.steps=30", "train.micro_batch=8", "optim.lr=1e-2")
 
 
 def test_a_run_learns_saves_and_is_done_once(

@@ -8,7 +8,6 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,19 +18,10 @@ from mcore_rl.storage.checksums import crc32_of
 from mcore_rl.storage.foreign import load_metadata
 from tests.parallel.checkpointing import SMALL, config_of, refusal
 from tests.ranks import run_ranks
+from tests.unit.storage.foreign.test_archives import Program
 
 TP2_EP2 = MeshConfig(tp=2, ep=2)
 RANDOM_STATES = "mcore_rl.random_states/shard_0_2"
-
-
-class Program:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = str(file)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return open, (self.file, "w")
 
 
 def archive(content: object) -> bytes:
