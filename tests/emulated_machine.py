@@ -22,8 +22,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from tests import emulated_gpu, emulated_varlen
-
 TE = ("transformer_engine", "transformer_engine_torch")
 APEX = ("apex", "amp_C", "fused_layer_norm_cuda", "fused_weight_gradient_mlp_cuda")
 
@@ -48,6 +46,9 @@ def main(argv: Sequence[str]) -> None:
     broken = (*(TE[:1] if args.broken_te else ()), *(("apex.optimizers",) if args.other_apex else ()))
     sys.meta_path.insert(0, EmulatedPackages((*empty, *(name.partition(".")[0] for name in broken)), broken))
     if args.cuda:
+        # Not in the tests that start this: it takes a second to import torch's compiler.
+        from tests import emulated_gpu, emulated_varlen
+
         emulated_varlen.install(emulated_gpu.install())
     module, _, function = args.function.partition(":")
     result = getattr(importlib.import_module(module), function)(*args.arguments)

@@ -47,7 +47,9 @@ def text_of(rows: list[Row]) -> str:
 def test_every_fault_finds_its_text() -> None:
     """Whoever changes that line learns here, in a second, that a fault has to be changed with it."""
     assert len({m.name for m in MUTANTS}) == len(MUTANTS)
-    each_night = f"({len(MUTANTS)} faults on several meshes each night, {sum(m.in_short for m in MUTANTS)} of them on one"
+    each_night = (
+        f"({len(MUTANTS)} faults on several meshes each night, {sum(m.in_short for m in MUTANTS)} of them on one"
+    )
     assert each_night in (Path(__file__).parents[2] / "docs/proofs.md").read_text(encoding="utf-8")
     for mutant in MUTANTS:
         with applied(mutant):

@@ -66,14 +66,16 @@ def recipe(name):
     return program, load_config(program.config, path)
 
 
+KINDS = {
+    name: kind_of(path, ())
+    for name, path in recipe_files(RECIPES).items()
+    # The command names the model of any_model's.
+    if not name.endswith("/model") and not name.startswith("any_model/")
+}
+
+
 def recipes_of(*kinds):
-    files = {
-        name: path
-        for name, path in recipe_files(RECIPES).items()
-        # The command names the model of any_model's.
-        if not name.endswith("/model") and not name.startswith("any_model/")
-    }
-    return [name for name, path in files.items() if kind_of(path, ()) in kinds]
+    return [name for name, kind in KINDS.items() if kind in kinds]
 
 
 def training(config, world, seq_length=64):
