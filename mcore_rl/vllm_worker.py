@@ -6,7 +6,7 @@ It imports nothing of this package, and needs vLLM and safetensors alone. The fo
 """
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from vllm.distributed.weight_transfer import base
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, layerwise
 
 BLOCK_BYTES = 1 << 20
 
@@ -52,6 +52,8 @@ class ReloadEngine(base.WeightTransferEngine[base.WeightTransferInitInfo, Any]):
     """Loads buckets of whole modules between `start_weight_update` and `finish_weight_update`."""
 
     init_info_cls = base.WeightTransferInitInfo
+    _kernels: Sequence[tuple[Any, Any]] = ()
+    """Quantization methods and their kernels for experts, from before the update."""
 
     def init_transfer_engine(self, init_info: base.WeightTransferInitInfo) -> None:
         """Do nothing: an update describes itself."""
@@ -85,7 +87,10 @@ class ReloadEngine(base.WeightTransferEngine[base.WeightTransferInitInfo, Any]):
         """Put the new weights in use."""
         with self._on_device():
             finalize_layerwise_reload(self.model, self.model_config)
-        # A layer that got nothing is still packed as its old kernel wants it.
+        self.restore_kernels()
+
+    def restore_kernels(self) -> None:
+        """Give layers that got no weights, which are still packed as their old kernel wants them, this kernel back."""
         for method, kernel in self._kernels:
             if method.moe_kernel is None:
                 method.moe_kernel = kernel
@@ -174,3 +179,24 @@ WeightTransferEngineFactory.register_engine("mcore_broadcast", BroadcastEngine)
 
 class Extension:
     """Base class that vLLM adds to its workers: importing this module registers the backends there."""
+
+    def abort_update(self) -> None:
+        """End an update that was left open or failed, also where none was.
+
+        vLLM ends the session itself after an error, but modules with a part of their weights keep it: the next update
+        would count them as whole too early, and use uninitialized memory. Weights are then old, new or both.
+        """
+        worker: Any = self
+        worker._weight_update_active = False
+        engine = worker.weight_transfer_engine
+        if engine is None:
+            return
+        for module in engine.model.modules():
+            info = layerwise.get_layerwise_info(module)
+            if info.can_load():
+                if info.kernel_tensors is not None:
+                    layerwise._place_kernel_tensors(module, info)
+                info.reset()
+        layerwise.LOADING_LAYERS.clear()
+        engine.restore_kernels()
+        engine.reset_weight_update_target()

@@ -1,7 +1,9 @@
 """An inference server that speaks vLLM's and SGLang's protocols, and fails as real ones do when it is told to.
 
-Its answers come from an `Answers`: `TableAnswers` needs no model, `ModelAnswers` is the native engine on weights of its
-own, which updates replace. As a program (`python tests/fake_server.py --port 8000 ...`) it answers from a table.
+It is an interpreter of mcore_rl/rl/engines/protocol.py: what the real servers refuse it refuses, and what they swallow,
+or die of, is a fault of the client, which fails the test at its end. Its answers come from an `Answers`: `TableAnswers`
+needs no model, `ModelAnswers` is the native engine on weights of its own, which updates replace. As a program (`python
+tests/fake_server.py --port 8000 ...`) it answers from a table.
 """
 
 import argparse
@@ -9,6 +11,7 @@ import base64
 import io
 import json
 import math
+import runpy
 import sys
 import threading
 import time
@@ -16,11 +19,19 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
+
+TABLE = runpy.run_path(str(Path(__file__).parents[1] / "mcore_rl/rl/engines/protocol.py"), run_name="protocol")
+"""By its file: as a program, the server has on its path what vLLM's workers have, which is not the package."""
+PROTOCOLS, REQUIRED, DIES, SWALLOWED = (TABLE[name] for name in ("PROTOCOLS", "REQUIRED", "DIES", "SWALLOWED"))
+TAGS = {"vllm": ("weights", "kv_cache"), "sglang": ("weights", "kv_cache", "cuda_graph")}
+OF_API_PROCESS = ("/health", "/version", "/model_info")
+"""Paths that answer while the engine hangs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,11 +159,23 @@ class FakeServer:
     tokens by then goes through it too."""
     before_answer: Callable[[Asked], None] = lambda asked: None
 
+    state: set[str] = field(default_factory=set)
+    """Conditions of the protocol's table that hold."""
+    hangs: bool = False
+    """Whether the thread that computes hangs; it answers nothing then, and the other process does."""
+    has_extension: bool = True
+    """Whether vLLM's workers have this package's extension."""
+    is_half_filled: bool = False
+    """Whether a failed update has left modules of vLLM with a part of their weights: what comes next is wrong."""
+    misuses: list[str] = field(default_factory=list)
+    """What the real server swallows, dies of or does not know."""
+    may_be_misused: bool = False
+
     def __enter__(self) -> "FakeServer":
-        self.computes = threading.Event()
-        self.computes.set()
         self.ended = threading.Event()
-        self.lock = threading.Lock()
+        self.lock = threading.Condition()
+        self.is_dead = False
+        self.num_open = 0
         self.adapters: dict[str, Answers] = {}
         self.running: Counter[str] = Counter()
         self.aborted: set[str] = set()
@@ -164,11 +187,17 @@ class FakeServer:
         self.thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None = None, *_: object) -> None:
         self.ended.set()
-        self.computes.set()
+        with self.lock:
+            self.lock.notify_all()
         self.http.shutdown()
         self.http.server_close()
+        assert self.may_be_misused or error or not self.misuses, self.misuses
+
+    def pause(self) -> None:
+        with self.lock:
+            self.state.add("paused")
 
     @property
     def url(self) -> str:
@@ -197,38 +226,90 @@ class FakeServer:
         return None
 
     def answer(self, path: str, query: str, body: dict[str, Any], fault: str | None) -> Any:
-        """The JSON of an answer, or a Refusal."""
+        """The JSON of an answer, a Refusal, or None: the server dies."""
         self.calls.append((path, body))
-        if path == "/health":
-            return None
+        call = PROTOCOLS[self.kind].get(path)
+        if call is None:
+            return self._misused(f"{path}: no such path", 404)
+        given = body if call.place == "body" else _of_query(query, call.fields)
+        values = {**call.fields, **given}
+        if unknown := given.keys() - call.fields.keys():
+            return self._misused(f"{path}: unknown {sorted(unknown)}", 422)
+        if missing := [name for name, value in values.items() if value is REQUIRED]:
+            return self._misused(f"{path}: without {missing}", 422)
+        for name, allowed in call.values.items():
+            if values[name] not in allowed:
+                return Refusal(call.wrong_value, json.dumps({"success": False, "message": f"{name}={values[name]}"}))
+        tags = set(values.get("tags") or TAGS[self.kind])
+        for refusal in call.refusals:
+            if self._holds(refusal.when, tags if values.get("tags") or self.kind == "sglang" else set()):
+                if refusal.status in (DIES, SWALLOWED):
+                    self.misuses.append(f"{path}: {refusal.text}")
+                if refusal.status == DIES:
+                    self.is_dead = True
+                    return None
+                if refusal.status != SWALLOWED:
+                    return Refusal(refusal.status, json.dumps({"success": False, "message": refusal.text}))
+        found = self._done(path, values, body, fault)
+        if isinstance(found, Refusal):
+            return found
+        with self.lock:
+            self.state |= {name for name in call.sets if name != "tags"} | (tags if "tags" in call.sets else set())
+            self.state -= {name for name in call.clears if name != "tags"} | (tags if "tags" in call.clears else set())
+            if "tags" in call.clears and self.kind == "vllm" and self.state & set(TAGS["vllm"]):
+                self.state.add("paused")  # partly awake
+            self.lock.notify_all()
+        return found
+
+    def _misused(self, text: str, status: int) -> "Refusal":
+        self.misuses.append(text)
+        return Refusal(status, text)
+
+    def _holds(self, when: str, tags: set[str]) -> bool:
+        if when == "tags asleep":
+            return bool(tags & self.state)
+        if when == "tags awake":
+            return bool(tags - self.state)
+        if when == "computing":
+            return self.num_open > 0 and "paused" not in self.state
+        return when in self.state if not when.startswith("not ") else when.removeprefix("not ") not in self.state
+
+    def _done(self, path: str, values: dict[str, Any], body: dict[str, Any], fault: str | None) -> Any:
+        if path in GENERATE.values():
+            return self._generated(body, fault)
         if path in ("/version", "/server_info"):
             return {"version": self.software or SOFTWARE[self.kind], "tp_size": 1, "pp_size": 1}
-        if path in ("/inference/v1/generate", "/generate"):
-            return self._generated(body, fault)
+        if path in ("/weight_info", "/model_info"):
+            return {"weight_version": self.version}
+        if path == "/get_world_size":
+            return {"world_size": 1}
         if path in ("/inference/v1/abort_requests", "/abort_request"):
-            names = body.get("request_ids") or [body["rid"]]
+            names = values.get("request_ids") or [values["rid"]]
             self.aborted |= {name.removeprefix("generate-tokens-") for name in names}
-            return {}
-        if path in ("/pause", "/pause_generation"):
-            self.computes.clear()
-        elif path in ("/resume", "/continue_generation"):
-            self.computes.set()
+        elif path == "/collective_rpc":
+            if values["method"] != "abort_update" or not self.has_extension:
+                return Refusal(500, f"no method {values['method']}")
+            self.is_half_filled = False
+            self.state.discard("session")
+            return {"results": [None]}
         elif path == "/update_weights":
-            self.answers.load(body["update_info"])
+            self.answers.load(values["update_info"])
         elif path == "/update_weights_from_disk":
-            self.answers.load({"path": f"{body['model_path']}/model.safetensors"})
+            self.answers.load({"path": f"{values['model_path']}/model.safetensors"})
         elif path in ("/finish_weight_update", "/update_weight_version"):
-            self.answers.finish()
-            self.version = body.get("weight_version") or body["new_version"]
+            if not self.is_half_filled and (path == "/finish_weight_update" or self.kind == "sglang"):
+                self.answers.finish()
+            self.is_half_filled = False
+            self.version = values.get("weight_version") or values.get("new_version") or self.version
         elif path in ("/v1/load_lora_adapter", "/load_lora_adapter"):
-            if body["lora_name"] in self.adapters:
-                return Refusal(400, f"{body['lora_name']} has already been loaded")
-            self.adapters[body["lora_name"]] = self.answers.adapted(body["lora_path"])
+            if values["lora_name"] in self.adapters:
+                return Refusal(400, f"{values['lora_name']} has already been loaded")
+            self.adapters[values["lora_name"]] = self.answers.adapted(values["lora_path"])
         elif path in ("/v1/unload_lora_adapter", "/unload_lora_adapter"):
-            if self.adapters.pop(body["lora_name"], None) is None:
-                return Refusal(404, f"{body['lora_name']} is not loaded")
+            if self.adapters.pop(values["lora_name"], None) is None:
+                return Refusal(404, f"{values['lora_name']} is not loaded")
         elif path == "/reset_prefix_cache":
-            return {"success": fault != "no_success" and "reset_running_requests=true" in query}
+            return {"success": fault != "no_success" and (values["reset_running_requests"] or not self.num_open)}
         elif path == "/flush_cache":
             return "Cache flushed."
         return {"success": fault != "no_success"}
@@ -246,6 +327,16 @@ class FakeServer:
         name = body.get("request_id") or body.get("rid") or ""
         with self.lock:
             self.running[name] += 1
+            self.num_open += 1
+        try:
+            return self._completed(name, body, asked, answers, fault)
+        finally:
+            with self.lock:
+                self.num_open -= 1
+
+    def _completed(
+        self, name: str, body: dict[str, Any], asked: Asked, answers: Answers, fault: str | None
+    ) -> dict[str, Any]:
         first = Answer(tokens=(), logprobs=())
         if self.tokens_before_pause:
             first = answers.complete(replace(asked, max_tokens=self.tokens_before_pause))
@@ -254,7 +345,8 @@ class FakeServer:
         end_s = time.monotonic() + self.delay_s
         while time.monotonic() < end_s and name not in self.aborted:
             time.sleep(0.005)
-        self.computes.wait()
+        with self.lock:
+            self.lock.wait_for(lambda: "paused" not in self.state or self.ended.is_set())
         is_whole = len(first.tokens) == asked.max_tokens or first.tokens[-1:] in {(stop,) for stop in asked.stops}
         known = (*asked.prompt, *first.tokens)
         answer = answers.complete(
@@ -264,6 +356,9 @@ class FakeServer:
                 max_tokens=1 if is_whole else asked.max_tokens - len(first.tokens),
             )
         )
+        if self.kind == "vllm" and first.experts is not None and answer.experts is not None:
+            # It keeps the rows of each step (v1/engine/output_processor.py:785), SGLang those of the last pass.
+            answer.experts[: len(first.experts)] = first.experts
         tokens, logprobs = ((), ()) if is_whole else (answer.tokens, answer.logprobs)
         answer = replace(answer, tokens=(*first.tokens, *tokens), logprobs=(*first.logprobs, *logprobs))
         room = self.max_len - len(asked.prompt)
@@ -364,6 +459,18 @@ class FakeServer:
         return base64.b64encode(file.getvalue()).decode()
 
 
+def _of_query(query: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields in an address, of their defaults' types."""
+    found: dict[str, Any] = {}
+    for name, texts in parse_qs(query).items():
+        default, text = fields.get(name), texts[-1]
+        if isinstance(default, bool):
+            found[name] = text == "true"
+        else:
+            found[name] = texts if name == "tags" else type(default)(text) if default is not None else text
+    return found
+
+
 def _is_of_probe(body: Mapping[str, Any]) -> bool:
     return str(body.get("request_id") or body.get("rid") or "probe-").startswith("probe-")
 
@@ -394,7 +501,12 @@ class _Handler(BaseHTTPRequestHandler):
         if fake.api_key is not None and self.headers["Authorization"] != f"Bearer {fake.api_key}":
             self._send(401, b'{"error": "Unauthorized"}')
             return
+        if fake.is_dead:
+            self.close_connection = True
+            return
         fault = fake.fault_of(parts.path, body)
+        if fake.hangs and parts.path not in OF_API_PROCESS:
+            fault = "hang"
         if fault == "close_at_once":
             fake.calls.append((parts.path, body))
             self.close_connection = True
@@ -405,13 +517,19 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if fault in ("status_500", "refused"):
             fake.calls.append((parts.path, body))
+            if parts.path == "/update_weights":
+                fake.is_half_filled = True
+                fake.state.discard("session")
             self._send(500 if fault == "status_500" else 400, b'{"error": {"message": "told to"}}')
             return
         found = fake.answer(parts.path, parts.query, body, fault)
         if isinstance(found, Refusal):
             self._send(found.status, found.text.encode())
             return
-        content = b"" if found is None else found.encode() if isinstance(found, str) else json.dumps(found).encode()
+        if found is None:
+            self.close_connection = True
+            return
+        content = found.encode() if isinstance(found, str) else json.dumps(found).encode()
         self._send(200, b"<html>" if fault == "not_json" else content, fault)
 
     def _send(self, status: int, content: bytes, fault: str | None = None) -> None:

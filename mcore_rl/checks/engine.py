@@ -154,14 +154,15 @@ def _completions(engine: ServedConfig, config: RlRunConfig) -> Iterator[str]:
             'replay.kind="r2", or rl.engine.kind="native".'
         )
     eval_temperature, named = config.rl.eval.temperature, ", ".join(rollout.cuts)
-    if named and rollout.temperature != 1.0:
+    # SGLang reports those at the temperature and before the cut (layers/sampler.py:300).
+    if kind == "vllm" and named and rollout.temperature != 1.0:
         yield (
-            f'rl.rollout.temperature={rollout.temperature} with {named} and rl.engine.kind="{kind}": a server '
-            "reports logprobs before the temperature, or after the cut, and the ratios need those in between. Set "
-            "temperature=1, or top_k=none, top_p=1 and min_p=0."
+            f'rl.rollout.temperature={rollout.temperature} with {named} and rl.engine.kind="vllm": vLLM reports '
+            "logprobs before the temperature, or after the cut, and the ratios need those in between. Set "
+            'temperature=1, or top_k=none, top_p=1 and min_p=0, or rl.engine.kind="sglang".'
         )
-    elif named and eval_temperature not in (0.0, 1.0):
+    elif kind == "vllm" and named and eval_temperature not in (0.0, 1.0):
         yield (
-            f"rl.eval.temperature={eval_temperature} with {named}: the servers report logprobs at temperature 1 then. "
+            f"rl.eval.temperature={eval_temperature} with {named}: vLLM reports logprobs at temperature 1 then. "
             "Set rl.eval.temperature to 0 or 1."
         )

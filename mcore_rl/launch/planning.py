@@ -289,7 +289,7 @@ def _servers(served: ServedConfig | None, cluster: ClusterConfig, options: JobOp
         ports = max(1, cluster.node.gpus // size)
         words = shlex.join(["serve", str(folder / "config.toml"), "--count", str(ports)])
         command = f'exec {{python}} -m mcore_rl.cli.cli {words} --port "$SERVER_PORT"'
-        arguments = ("rl.engine.urls=[{urls}]",)
+        arguments += ("rl.engine.urls=[{urls}]",)
         if not served.broadcasts and served.transport_dir is None:
             # Servers on other nodes see the run's folder too; a launch lies in <run_dir>/launch/<n>.
             arguments += (f"rl.engine.transport_dir={folder.parents[1] / 'servers' / 'weights'}",)

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from threading import Condition
+from threading import Condition, Thread
 
 import numpy as np
 import torch
@@ -30,9 +30,11 @@ from mcore_rl.megatron.routers import routed_layers
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.rl.engines.base import Capabilities, Decode, Engine, Sampling, StopStrings, check_request, sampling_of
 from mcore_rl.rl.engines.server_api import (
+    Owner,
     ServedCompletion,
     ServerApi,
     ServerError,
+    TakenError,
     logprobs_mode,
     pick_layers,
     server_apis,
@@ -50,6 +52,9 @@ from mcore_rl.rl.types import BYTE_EXPERTS, Completion, Group, Prompt, VersionSp
 
 MOST_MERGE_LOSS = 0.1
 """Fraction of low-rank adapters that may be lost to rounding of the merged weights before a warning is given."""
+LOOK_S, MOST_SILENT = 5.0, 2
+"""Seconds between two looks at servers with requests in progress, and the number of looks at a silent one after which
+its requests are asked of others."""
 SHARE = 1.25
 """Limit on a server's requests in progress, as a multiple of the mean; beyond it a prompt goes to the least busy
 server."""
@@ -94,6 +99,7 @@ class ServedEngine:
         imposes_routes: bool = True,
         may_miss_routes: bool = False,
         adapters: LoraConfig | None = None,
+        salt: str = "",
     ) -> None:
         """Create the engine. `update_weights` must be called before the first request.
 
@@ -112,17 +118,20 @@ class ServedEngine:
             may_miss_routes: Whether the servers may leave out the routes of some tokens of a completion.
             adapters: The section `lora`, if the servers load the policy's adapters over their base model; None if they
                 get whole weights.
+            salt: Text that no other start of a run has, the same on all ranks; "": one of this rank's.
         """
         self.decode, self.policy_version, self.capabilities = decode, 0, capabilities
-        self._api_at, self._fleet, self._chunks, self._sampling = api_at, fleet, list(chunks), sampling
+        self._make_api, self._fleet, self._chunks, self._sampling = api_at, fleet, list(chunks), sampling
         self._mesh, self._model, self._config, self._refusal = mesh, model, config, refusal
         self._imposes_routes, self._may_miss_routes = imposes_routes, may_miss_routes
         self._layers = list(routed_layers(chunks))
         # A new salt for each start: another run, or this run before a resume, may have had different weights of the
         # same version, and a cache tier that a reset does not reach may still have their keys, values and routes.
-        self._salt = ""
+        self._salt = salt or secrets.token_hex(4)
+        self._apis: dict[str, ServerApi] = {}
         self._state = _State()
         self._pool = ThreadPoolExecutor(config.requests, "server_request") if self.asks else None
+        self._watch: Thread | None = None
         self._names = (f"{mesh.world.rank}-{number}" for number in itertools.count())
         self._push: tuple[list[str], WeightPush | AdapterPush] | None = None
         self._adapters = adapters
@@ -201,7 +210,6 @@ class ServedEngine:
         state, start_s = self._state, time.perf_counter()
         with state.lock:
             state.is_updating = True
-        self._salt = self._salt or on_rank_zero(lambda: secrets.token_hex(4))
         lost = self._lost_anywhere()
         fleet = self._fleet
 
@@ -270,19 +278,21 @@ class ServedEngine:
         return lines
 
     def close(self) -> None:
-        """Abort the requests in progress, which then raise EngineError, and end the servers that the run started."""
+        """End the requests in progress, which then raise EngineError, and the servers that the run started; other runs
+        may take the others.
+        """
         state = self._state
         with state.lock:
             state.is_closed = True
-            open_requests = dict(state.open_requests)
             state.lock.notify_all()
-        if self._fleet is not None:
-            self._fleet.close()
-        for name, url in open_requests.items():
-            with suppress(ServerError):
-                self._api_at(url).abort(name)
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
+        # A server ends a request whose connection is closed; a thread that waits for an answer would delay the exit.
+        for api in list(self._apis.values()):
+            api.cut()
+        if self._fleet is not None:
+            self._fleet.close()
+            self._fleet.release(state.living, self.policy_version)
 
     def _check(self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]]) -> None:
         """Raise EngineError for a request that a server would answer wrongly or crash on."""
@@ -300,11 +310,38 @@ class ServedEngine:
     def _submit(self, prompt: Prompt, sampling: Sampling, seeds_G: Sequence[int]) -> "list[Future[Completion]]":
         """Request a prompt's completions, all from the same server, so that it computes the prompt once."""
         assert self._pool is not None, "only the first rank of a model asks"
+        if self._watch is None:
+            self._watch = Thread(target=self._watch_servers, name="server_watch", daemon=True)
+            self._watch.start()
         try:
             server = self._server_for(prompt, len(seeds_G))
             return [self._pool.submit(self._complete, prompt, sampling, seed, server) for seed in seeds_G]
         except RuntimeError:
             raise EngineError("the engine is closed, so that no completion can be asked for") from None
+
+    def _api_at(self, url: str) -> ServerApi:
+        """Return the API of a server, always the same one."""
+        with self._state.lock:
+            return self._apis.setdefault(url, self._make_api(url))
+
+    def _watch_servers(self) -> None:
+        """Cut off requests of servers that are silent, until the engine is closed.
+
+        A server whose engine hangs or has died may keep requests open, and answer for the health of its other process.
+        """
+        state, silent = self._state, Counter[str]()
+        while True:
+            with state.lock:
+                if state.lock.wait_for(lambda: state.is_closed, LOOK_S):
+                    return
+                # An update occupies the thread that answers.
+                urls = set() if state.is_updating else set(state.open_requests.values())
+            with ThreadPoolExecutor(max(1, len(urls))) as pool:
+                healthy = dict(zip(urls, pool.map(lambda url: self._api_at(url).is_healthy(), urls), strict=True))
+            silent = Counter({url: silent[url] + 1 for url in urls if not healthy[url]})
+            for url in silent:
+                if silent[url] >= MOST_SILENT:
+                    self._api_at(url).cut()
 
     def _server_for(self, prompt: Prompt, num_requests: int) -> str:
         """Choose the server of a prompt: always the same server for a problem, as it may have the prefix cached, unless
@@ -347,7 +384,8 @@ class ServedEngine:
                 if error.is_refusal and not is_forgotten:
                     raise EngineError(f"{error}. It was refused, so that it is not tried again.") from None
                 reasons[server] = str(error)
-                is_living = not is_forgotten and self._api_at(server).is_healthy()
+                is_other = is_forgotten or isinstance(error, TakenError)
+                is_living = not is_other and self._api_at(server).is_healthy()
                 if is_living and error.status is None:
                     with suppress(ServerError):
                         self._api_at(server).abort(name)  # it may still be computing the lost request
@@ -413,7 +451,7 @@ class ServedEngine:
             picked = pick_layers(
                 server, served.experts_TLK, self._model, num_tokens=num_tokens, may_miss=self._may_miss_routes
             )
-            if self._imposes_routes:
+            if self._imposes_routes and not self._api_at(server).KEEPS_ROUTES:
                 picked = without_recomputed(server, picked, served.versions, num_prompt, may_miss=self._may_miss_routes)
             few = self._model.moe.num_experts <= BYTE_EXPERTS and picked.min() >= 0
             experts_TLK = torch.from_numpy(picked.astype(np.uint8 if few else np.int16))
@@ -486,8 +524,9 @@ def served_engine(config: RlRunConfig, chunks: Sequence[nn.Module], mesh: Mesh, 
     """
     engine, folder, tokenizer = config.served, servers_folder(config.run_dir), config.data.tokenizer
     assert engine is not None
+    salt = on_rank_zero(lambda: secrets.token_hex(4))
     vocab_size = config.model.vocab_size if tokenizer.kind == "none" else load_tokenizer(tokenizer).vocab_size
-    api_at = server_apis(engine, config.model)
+    api_at = server_apis(engine, config.model, Owner(salt, str(folder.parent.resolve())))
     on_gpu = next(chunks[0].parameters()).is_cuda
     if engine.count and on_gpu and not engine.devices:
         raise ConfigError(
@@ -523,6 +562,7 @@ def served_engine(config: RlRunConfig, chunks: Sequence[nn.Module], mesh: Mesh, 
         imposes_routes=config.replay.kind == "r3",
         may_miss_routes=config.replay.missing != "error",
         adapters=config.lora if engine.lora == "adapter" else None,
+        salt=salt,
     )
 
 

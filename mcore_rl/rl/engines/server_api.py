@@ -5,14 +5,17 @@ It contains no policy, such as retries.
 
 import http.client
 import json
+import re
+import socket
 import ssl
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,10 +25,13 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl.rollout import ServedConfig
 from mcore_rl.errors import ConfigError, EngineError
 from mcore_rl.rl.engines.base import Sampling
+from mcore_rl.rl.engines.protocol import PROTOCOLS, REQUIRED
 from mcore_rl.rl.sampling import Cut
 from mcore_rl.rl.types import FinishReason, VersionSpan
 from mcore_rl.workers.launcher import environment_variable
 
+CONNECT_S = 30.0
+"""Seconds within which a server's machine accepts a connection."""
 READ_BYTES = 1 << 16
 SHOWN_BYTES = 300
 """Maximum number of bytes of an answer in an error message."""
@@ -49,6 +55,15 @@ class HttpClient:
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
+        self._sockets: set[socket.socket] = set()
+        self._lock = threading.Lock()
+
+    def cut(self) -> None:
+        """End all calls in progress, which then raise ServerError."""
+        with self._lock:
+            for connected in self._sockets:
+                with suppress(OSError):
+                    connected.shutdown(socket.SHUT_RDWR)
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float, is_json: bool = True) -> Any:
         """Send a POST request. Returns the answer's JSON, or its text unless `is_json`; None for an empty JSON answer.
@@ -73,11 +88,16 @@ class HttpClient:
     def _call(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> bytes:
         where, deadline = f"{self.url}{path}", time.monotonic() + timeout_s
         data = None if body is None else json.dumps(body).encode()
-        connection = self._connection(timeout_s)
+        connection = self._connection(min(timeout_s, CONNECT_S))
+        # The response may keep using the socket after the connection has released it.
+        connected: socket.socket | None = None
         try:
+            connection.connect()
+            connected = connection.sock
+            connected.settimeout(timeout_s)
+            with self._lock:
+                self._sockets.add(connected)
             connection.request(method, self._prefix + path, data, self._headers)
-            # The response may keep using the socket after the connection has released it.
-            socket = connection.sock
             response = connection.getresponse()
             text = b""
             while part := response.read1(READ_BYTES):
@@ -85,7 +105,7 @@ class HttpClient:
                 # A socket's timeout limits only silence: a server that sends a byte per minute would never reach it.
                 if (left_s := deadline - time.monotonic()) <= 0:
                     raise TimeoutError
-                socket.settimeout(left_s)
+                connected.settimeout(left_s)
             if response.length:
                 raise ServerError(f"{where}: the answer ended {response.length} bytes too early")
         except TimeoutError:
@@ -93,6 +113,8 @@ class HttpClient:
         except (OSError, http.client.HTTPException) as error:
             raise ServerError(f"{where}: {type(error).__name__}: {error}") from None
         finally:
+            with self._lock:
+                self._sockets.discard(connected)  # type: ignore[arg-type]  # None where it did not connect
             connection.close()
         if response.status != 200:
             shown = text[:SHOWN_BYTES].decode(errors="replace")
@@ -112,6 +134,8 @@ MODEL = "policy"
 NEVER = -100.0
 """Lowest logit bias that the servers accept; it multiplies a token's weight by e^-100."""
 PROBE_TIMEOUT_S = 30.0
+HEALTH_S = 20.0
+"""Seconds within which a server answers a question that it need not compute for."""
 APIS = {"vllm": "mcore_rl.rl.engines.vllm_api:VllmApi", "sglang": "mcore_rl.rl.engines.sglang_api:SglangApi"}
 """Class of each kind of server; its module is imported only for a config that names it."""
 
@@ -148,15 +172,59 @@ class ServedCompletion:
     (`served_routes.pick_layers` checks them and selects the MoE layers); None if not requested."""
 
 
+class TakenError(ServerError):
+    """Raised if a server belongs to another run, which gives it weights of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The run that a server belongs to. The server keeps it in the text of its weights' version, v<step>-<token>@<run>,
+    and reports it with every completion.
+    """
+
+    token: str
+    """Eight hexadecimal digits, new at each start of a run."""
+    run: str
+    """The run's folder."""
+
+    def version(self, step: int | None) -> str:
+        """Return the text for the weights of an optimizer step; None: for the weights before the run's first update."""
+        return f"{'claim' if step is None else f'v{step}'}-{self.token}@{self.run}"
+
+
+VERSION = re.compile(r"(?:claim|v(?P<step>\d+))(?:-(?P<token>[0-9a-f]{8})@(?P<run>.*))?", re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answered:
+    """Fields of a server's answer to a request for a completion."""
+
+    tokens_T: Sequence[int]
+    scored: Sequence[tuple[int, float]]
+    """Token and logprob of each sampled token, as the server lists them."""
+    finish: str
+    spans: Sequence[Mapping[str, Any]]
+    """Version, start and end of each span of the tokens."""
+    experts: str | None
+    """Encoded routes; None if there are none."""
+
+
 class ServerApi(ABC):
-    """An inference server. Every method blocks, has a time limit, may be called from several threads at the same time,
-    and raises ServerError on failure.
+    """An inference server, by its table in `protocol.py`. Every method blocks, has a time limit, may be called from
+    several threads at the same time, and raises ServerError on failure.
     """
 
     KIND: ClassVar[str]
     """The value of rl.engine.kind."""
     TRIED: ClassVar[tuple[tuple[int, ...], tuple[int, ...]]]
     """The first version of the software that was tried or read, and the first later version that was not."""
+    KEEPS_ROUTES: ClassVar[bool]
+    """Whether the routes of tokens that are computed again after an update are those that sampled them."""
+    STEPS: ClassVar[Mapping[str, tuple[str, Mapping[str, Any]]]]
+    """Path and fields of calls that both kinds have, by what they do; a field that is None gets a name of the caller's.
+    health: answered by the thread that computes; weights: tells their version; start: missing if it is not needed."""
+    REQUEST_NAME: ClassVar[str] = ""
+    """Prefix that the server adds to a request's id; an abort without it returns 200 and does nothing."""
 
     def __init__(
         self,
@@ -166,6 +234,7 @@ class ServerApi(ABC):
         experts_per_token: int = 0,
         request_timeout_s: float,
         update_timeout_s: float,
+        owner: Owner | None = None,
     ) -> None:
         """Create the API of a server.
 
@@ -175,16 +244,20 @@ class ServerApi(ABC):
             experts_per_token: Number of experts per token, for servers that send routes without a shape.
             request_timeout_s: Time limit of a completion, in seconds.
             update_timeout_s: Time limit of each call of a weight update, in seconds.
+            owner: The run that sends weights to the server; None: weights of any run are read.
         """
         self._http, self._vocab_size, self._top_k = http, vocab_size, experts_per_token
-        self._request_s, self._update_s = request_timeout_s, update_timeout_s
+        self._request_s, self._update_s, self._owner = request_timeout_s, update_timeout_s, owner
 
     @property
     def url(self) -> str:
         """Address, such as http://127.0.0.1:8000."""
         return self._http.url
 
-    @abstractmethod
+    def cut(self) -> None:
+        """End all calls in progress, which then raise ServerError."""
+        self._http.cut()
+
     def generate(
         self,
         prompt_T: Sequence[int],
@@ -206,60 +279,151 @@ class ServerApi(ABC):
             request_id: Name by which `abort` identifies this request.
             adapter: Name of the low-rank adapter to sample with; None: the server's own weights.
         """
+        cut, padding = sampling.cut, range(sampling.vocab_size or self._vocab_size, self._vocab_size)
+        # Every field is sent, because an omitted field would get a default of the server or the model.
+        parameters: dict[str, Any] = {
+            "temperature": cut.temperature,
+            "top_p": cut.top_p,
+            "min_p": cut.min_p,
+            "ignore_eos": True,
+            "stop_token_ids": sorted(sampling.stop_tokens),
+            # The model's ids beyond the tokenizer's vocabulary are forbidden.
+            **({"logit_bias": {str(token): NEVER for token in padding}} if padding else {}),
+        }
+        body = self._body(prompt_T, sampling, parameters, seed) | self._names(salt, request_id, adapter)
+        answer = self._call(self.STEPS["generate"][0], limit_s=self._request_s, **body)
+        with self._reading("an answer"):
+            read = self._read(answer)
+            if [token for token, _ in read.scored] != list(read.tokens_T):
+                raise ServerError(f"{self.url}: the logprobs are not of the tokens that were returned")
+            _check_end(self.url, prompt_T, sampling, read)
+            logprobs = finite_logprobs(self.url, [logprob for _, logprob in read.scored])
+            return ServedCompletion(
+                tokens_T=tuple(read.tokens_T),
+                logprobs_T=tuple(logprobs),
+                finish="stop" if read.finish == "stop" else "length",
+                versions=version_spans(self.url, read.spans, self._owner, num_tokens=len(logprobs)),
+                experts_TLK=self._experts(read.experts, len(prompt_T) + len(logprobs) - 1)
+                if read.experts is not None and sampling.with_routes
+                else None,
+            )
 
     @abstractmethod
+    def _body(
+        self, prompt_T: Sequence[int], sampling: Sampling, parameters: Mapping[str, Any], seed: int
+    ) -> dict[str, Any]:
+        """Return the fields of a request with the common sampling `parameters`, without its names."""
+
+    @abstractmethod
+    def _names(self, salt: str, request_id: str, adapter: str | None) -> dict[str, Any]:
+        """Return the fields with a request's names."""
+
+    @abstractmethod
+    def _read(self, answer: Any) -> Answered:
+        """Return the fields of an answer."""
+
+    @abstractmethod
+    def _experts(self, text: str, num_tokens: int) -> NDArray[np.int32]:
+        """Decode routes of `num_tokens` tokens, `[T, layers, K]`."""
+
     def abort(self, request_id: str) -> None:
         """End a running request, so that its `generate` raises ServerError; does nothing if it is not running."""
+        self._step("abort", limit_s=HEALTH_S, name=self.REQUEST_NAME + request_id)
 
-    @abstractmethod
     def pause(self) -> None:
-        """Stop computing. Running requests and caches are kept, and new requests wait."""
+        """Stop computing, without which an update ends the server. Running requests are kept, and new requests wait."""
+        self._step("pause")
 
-    @abstractmethod
     def start_update(self) -> None:
         """Begin a weight update."""
+        if "start" in self.STEPS:
+            self._step("start")
 
     @abstractmethod
     def load(self, update: Mapping[str, Any]) -> None:
         """Load the tensors of a bucket; `update` is the transport's description of the bucket."""
 
-    @abstractmethod
     def finish_update(self, version: int) -> None:
         """End a weight update. The server's weights now have the version `version`."""
+        self._step("finish", name=self._owner.version(version) if self._owner else f"v{version}")
 
-    @abstractmethod
     def reset_caches(self) -> None:
         """Drop the cached keys and values of prompts and running requests; they are recomputed with the new weights."""
+        self._step("reset")
 
-    @abstractmethod
     def resume(self) -> None:
         """Continue computing after a `pause`; does nothing if the server is not paused."""
+        self._step("resume")
 
     @abstractmethod
+    def undo_update(self) -> None:
+        """End an update that was left open or failed, wake the server, and resume it; does nothing to other servers.
+
+        The weights are then old, new or both: only a whole update makes them right.
+        """
+
     def load_adapter(self, name: str, folder: str) -> None:
         """Load the low-rank adapter in the peft folder `folder`; requests then refer to it by `name`."""
+        self._step("load_adapter", lora_name=name, lora_path=folder)
 
-    @abstractmethod
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter. No request in progress may use it."""
+        self._step("unload_adapter", lora_name=name)
 
-    @abstractmethod
     def prompt_logprobs(self, tokens_T: Sequence[int], adapter: str | None = None) -> list[float]:
         """Return the logprobs of tokens 1, 2, ... under the server's weights, and the adapter if it is given, at
         temperature 1, without caches.
         """
+        answer = self._call(self.STEPS["generate"][0], **self._scoring(tokens_T, adapter))
+        with self._reading("prompt logprobs"):
+            return finite_logprobs(self.url, self._scores(answer, tokens_T[1:]))
+
+    @abstractmethod
+    def _scoring(self, tokens_T: Sequence[int], adapter: str | None) -> dict[str, Any]:
+        """Return the fields of a request for the logprobs of a prompt."""
+
+    @abstractmethod
+    def _scores(self, answer: Any, tokens_T: Sequence[int]) -> list[float]:
+        """Return the logprobs of the prompt's tokens but the first, `tokens_T`, from an answer."""
 
     def is_healthy(self) -> bool:
-        """Whether the server reports that it is healthy; never raises."""
+        """Whether the thread that computes answers; never raises. The process that takes requests answers for its own
+        health also while that thread hangs, or computes a token, for which a paused server never finds the time.
+        """
         try:
-            self._http.get("/health", timeout_s=PROBE_TIMEOUT_S)
+            self._step("health", limit_s=HEALTH_S)
         except ServerError:
             return False
         return True
 
-    @abstractmethod
+    def claim(self, *, is_first: bool = True) -> bool:
+        """Make the server this run's. Returns whether it was not yet: then it may be new, or what another run left.
+
+        Args:
+            is_first: Whether a former start of this run may have left it.
+
+        Raises:
+            TakenError: if it belongs to another run.
+        """
+        assert self._owner is not None
+        if owns(self.url, self._weight_version(), self._owner, is_first=is_first):
+            return False
+        self._step("set_version", name=self._owner.version(None))
+        return True
+
+    def release(self, step: int) -> None:
+        """Let other runs take the server, which has the weights of an optimizer step, if it is this run's."""
+        if self._owner is not None and owns(self.url, self._weight_version(), self._owner):
+            self._step("set_version", limit_s=HEALTH_S, name=f"v{step}")
+
+    def _weight_version(self) -> str:
+        answer = self._step("weights", limit_s=HEALTH_S)
+        with self._reading("the version of the weights"):
+            return str(answer["weight_version"])
+
     def version(self) -> str:
         """Return the version of the server's software, such as "0.32.0"."""
+        return str(self._told("software", "version"))
 
     @abstractmethod
     def world_size(self) -> int:
@@ -280,10 +444,43 @@ class ServerApi(ABC):
                 "Install one of these."
             )
 
-    def _logit_bias(self, sampling: Sampling) -> dict[str, dict[str, float]]:
-        """Return the parameter that forbids the model's ids beyond the tokenizer's vocabulary; empty if none are."""
-        padding = range(sampling.vocab_size or self._vocab_size, self._vocab_size)
-        return {"logit_bias": {str(token): NEVER for token in padding}} if padding else {}
+    def _told(self, step: str, name: str) -> Any:
+        """Return the field `name` of a step's answer."""
+        with self._reading(f"{self.STEPS[step][0]}, which lacks {name},"):
+            return self._step(step, limit_s=PROBE_TIMEOUT_S)[name]
+
+    def _step(self, step: str, *, limit_s: float | None = None, name: str = "", **fields: Any) -> Any:
+        """Make a call of `STEPS`, with further fields."""
+        path, fixed = self.STEPS[step]
+        filled = {key: {None: name, (None,): [name]}.get(value, value) for key, value in fixed.items()}
+        return self._call(path, limit_s=limit_s, **filled, **fields)
+
+    def _call(self, path: str, *, limit_s: float | None = None, **fields: Any) -> Any:
+        """Make a call of the protocol. Returns the answer. Raises ServerError unless the answer tells success."""
+        call, limit_s = PROTOCOLS[self.KIND][path], limit_s or self._update_s
+        missing = {name for name, default in call.fields.items() if default is REQUIRED} - fields.keys()
+        assert fields.keys() <= call.fields.keys() and not missing, (path, fields.keys(), missing)
+        for name, allowed in call.values.items():
+            assert fields.get(name, call.fields[name]) in allowed, (path, name, allowed)
+        if call.place == "get":
+            return self._http.get(path, timeout_s=limit_s)
+        where = path
+        if call.place == "query" and fields:
+            where += "?" + urlencode({name: str(value).lower() for name, value in fields.items()})
+        body = fields if call.place == "body" else None
+        answer = self._http.post(where, body, timeout_s=limit_s, is_json=call.answer != "text")
+        if call.answer == "success" and not (isinstance(answer, dict) and answer.get("success") is True):
+            raise ServerError(f"{self.url}{where}: status 200 without success: {answer}")
+        return answer
+
+    def _call_if_open(self, path: str) -> None:
+        """Make a call that a server without an open update refuses, as its table says; such a refusal is no error."""
+        try:
+            self._call(path, limit_s=HEALTH_S)
+        except ServerError as error:
+            refusals = PROTOCOLS[self.KIND][path].refusals
+            if not any(error.status == refusal.status and refusal.text in str(error) for refusal in refusals):
+                raise
 
     @contextmanager
     def _reading(self, what: str) -> Iterator[None]:
@@ -294,8 +491,8 @@ class ServerApi(ABC):
             raise ServerError(f"{self.url}: {what} of another form: {error!r}") from None
 
 
-def server_apis(engine: ServedConfig, model: ModelConfig) -> Callable[[str], ServerApi]:
-    """Return a function that maps a server's address to its API.
+def server_apis(engine: ServedConfig, model: ModelConfig, owner: Owner | None = None) -> Callable[[str], ServerApi]:
+    """Return a function that maps a server's address to its API, for the run `owner` that sends it weights.
 
     Raises:
         ConfigError: if the environment variable named by rl.engine.api_key_env is not set.
@@ -313,25 +510,42 @@ def server_apis(engine: ServedConfig, model: ModelConfig) -> Callable[[str], Ser
         experts_per_token=model.moe.top_k,
         request_timeout_s=engine.request_timeout_s,
         update_timeout_s=engine.update_timeout_s,
+        owner=owner,
     )
 
 
-def completion_of(
-    url: str,
-    prompt_T: Sequence[int],
-    sampling: Sampling,
-    *,
-    tokens_T: tuple[int, ...],
-    logprobs_T: tuple[float, ...],
-    finish: str,
-    versions: tuple[VersionSpan, ...],
-    experts_TLK: NDArray[np.int32] | None,
-) -> ServedCompletion:
-    """Convert an answer of the server `url` to a record. Raises ServerError if the answer is inconsistent."""
+def owns(url: str, text: str, owner: Owner, *, is_first: bool = False) -> bool:
+    """Whether the version's `text` is of this start of the run `owner`; false if it is of no run.
+
+    Args:
+        url: The server's address, for error messages.
+        text: The version of the server's weights.
+        owner: The run.
+        is_first: Whether it may be of a former start of the run, which also returns false.
+
+    Raises:
+        TakenError: if it is of another run, or start, which gives the server weights of its own.
+    """
+    found = VERSION.fullmatch(text)
+    if found is None or found["run"] is None or found["token"] == owner.token:
+        return found is not None and found["run"] is not None
+    if is_first and found["run"] == owner.run:
+        return False
+    other = "another start of this run" if found["run"] == owner.run else f"the run {found['run']}"
+    raise TakenError(
+        f"{url} belongs to {other}: both would get completions of the other's weights (this run is {owner.run}). Give "
+        "this run servers of its own. If that run has ended, start the server anew, or send "
+        '{"new_version": "default"} to its /update_weight_version'
+    )
+
+
+def _check_end(url: str, prompt_T: Sequence[int], sampling: Sampling, read: Answered) -> None:
+    """Raise ServerError unless the completion ended as it was asked to, with tokens of the vocabulary."""
+    tokens_T, finish, limit = read.tokens_T, read.finish, sampling.vocab_size
     if finish not in ("stop", "length"):
         raise ServerError(f"{url}: a completion ended by {finish!r}, not by a stop token or its length")
-    if not tokens_T or len(logprobs_T) != len(tokens_T):
-        raise ServerError(f"{url}: {len(tokens_T)} tokens with {len(logprobs_T)} logprobs")
+    if not tokens_T:
+        raise ServerError(f"{url}: a completion without tokens")
     if (finish == "stop") != (tokens_T[-1] in sampling.stop_tokens):
         raise ServerError(
             f"{url}: finish_reason={finish!r} with the last token {tokens_T[-1]}; the stop tokens are "
@@ -343,25 +557,8 @@ def completion_of(
             f"{sampling.max_new_tokens} were asked for: the server holds fewer than both together. Start it with a "
             "larger --max-model-len"
         )
-    limit = sampling.vocab_size
     if any(token < 0 or (limit is not None and token >= limit) for token in tokens_T):
         raise ServerError(f"{url}: a sampled id is outside of the vocabulary of {limit} ids")
-    ends = [span.end for span in versions]
-    if (
-        not versions
-        or [span.start for span in versions] != [0, *ends[:-1]]
-        or ends[-1] != len(tokens_T)
-        or any(span.start >= span.end for span in versions)
-        or [span.version for span in versions] != sorted({span.version for span in versions})
-    ):
-        raise ServerError(f"{url}: the spans of versions {versions} are not those of {len(tokens_T)} tokens")
-    return ServedCompletion(
-        tokens_T=tokens_T,
-        logprobs_T=tuple(finite_logprobs(url, logprobs_T)),
-        finish="stop" if finish == "stop" else "length",
-        versions=versions,
-        experts_TLK=experts_TLK,
-    )
 
 
 def finite_logprobs(url: str, logprobs: Sequence[float]) -> list[float]:
@@ -372,18 +569,36 @@ def finite_logprobs(url: str, logprobs: Sequence[float]) -> list[float]:
     return [min(float(value), 0.0) for value in logprobs]
 
 
-def version_spans(spans: Sequence[Mapping[str, Any]]) -> tuple[VersionSpan, ...]:
-    """Return the version spans that a server reports. A version is a text such as "v12"; any other text, as before the
-    first update, is NO_VERSION. Adjacent spans of the same version are merged.
+def version_spans(
+    url: str, spans: Sequence[Mapping[str, Any]], owner: Owner | None, *, num_tokens: int
+) -> tuple[VersionSpan, ...]:
+    """Return the versions of the weights that sampled `num_tokens` tokens, as a server reports them. A text that
+    `Owner.version` did not make, or for another start of the run `owner`, is NO_VERSION. Adjacent spans of the same
+    version are merged.
+
+    Raises:
+        TakenError: if another run gave the server weights.
+        ServerError: if the spans are not those of the tokens, by rising version.
     """
     found: list[VersionSpan] = []
     for span in spans:
-        name = str(span["version"])
-        version = int(name[1:]) if name[:1] == "v" and name[1:].isdecimal() else NO_VERSION
+        text = str(span["version"])
+        named = VERSION.fullmatch(text)
+        is_ours = owner is None or owns(url, text, owner)
+        version = int(named["step"]) if named and named["step"] and is_ours else NO_VERSION
         start, end = int(span["start"]), int(span["end"])
         if found and found[-1].version == version and found[-1].end == start:
             start = found.pop().start
         found.append(VersionSpan(version, start, end))
+    ends = [span.end for span in found]
+    if (
+        not found
+        or [span.start for span in found] != [0, *ends[:-1]]
+        or ends[-1] != num_tokens
+        or any(span.start >= span.end for span in found)
+        or [span.version for span in found] != sorted({span.version for span in found})
+    ):
+        raise ServerError(f"{url}: the spans of versions {found} are not those of {num_tokens} tokens")
     return tuple(found)
 
 
@@ -399,6 +614,22 @@ def logprobs_mode(cut: Cut) -> LogprobsMode | None:
     if cut.is_open:
         return "processed_logprobs"
     return "raw_logprobs" if cut.temperature == 1.0 else None
+
+
+def logprobs_remedy(kind: str, sampling: Sampling, vocab_size: int) -> str:
+    """Return what to do with a server of a model of `vocab_size` ids whose logprobs are not as training needs them."""
+    mode, num_ids = logprobs_mode(sampling.cut), sampling.vocab_size or vocab_size
+    if kind == "sglang":
+        return "Start SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB"
+    other = 'set rl.rollout.top_k=none, top_p=1 and min_p=0, or rl.engine.kind="sglang"'
+    if mode is None:
+        return f"vLLM reports them in no --logprobs-mode: {other}"
+    if mode == "processed_logprobs" or num_ids == vocab_size:
+        return f"Start vLLM with --logprobs-mode {mode}"
+    return (
+        f"Start vLLM with --logprobs-mode {mode}. If it was, the {vocab_size - num_ids} ids that only pad the model's "
+        f"vocabulary of {vocab_size} have too much probability, which this mode counts: {other}"
+    )
 
 
 ROUTES_FLAG = "--enable-return-routed-experts"

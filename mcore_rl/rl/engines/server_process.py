@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ from mcore_rl.config.optim import LoraConfig
 from mcore_rl.config.rl.rollout import VLLM_RANKS, ServedConfig, VllmConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import ConfigError, EngineError
-from mcore_rl.rl.engines.server_api import MODEL, ROUTES_FLAG, ServerApi, ServerError
+from mcore_rl.rl.engines.server_api import MODEL, ROUTES_FLAG, ServerApi, ServerError, TakenError
 from mcore_rl.storage.files import write_atomically
 from mcore_rl.workers.launcher import environment_variable, free_port, start_server
 from mcore_rl.workers.process_tree import END_TREE
@@ -341,13 +342,11 @@ class ServerFleet:
     lines: list[str] = field(default_factory=list)
     """Events for the log, oldest first; the caller that logs them clears the list."""
     processes: list[ServerProcess] = field(default_factory=list)
-    _accepted: set[str] = field(default_factory=set)
-    """Servers that have been checked once."""
     _is_open: bool = False
 
     def ready(self) -> list[str]:
-        """Return the addresses of the servers that answer. The first call waits for all servers, later calls for
-        `min_servers`.
+        """Return the addresses of the servers that answer and are this run's. The first call waits for all servers,
+        later calls for `min_servers`.
 
         Raises:
             EngineError: if too few servers answer in time, a server ended before it ever answered, or a server cannot
@@ -367,12 +366,11 @@ class ServerFleet:
             if time.monotonic() > deadline:
                 raise EngineError(self._too_few(ready, wanted, [url for url in urls if url not in ready]))
             time.sleep(LOOK_S)
-        for url in ready:
-            if url not in self._accepted:
-                self.api_at(url).refuse_untried()
-                self._accept(url)
+        entered = [url for url in ready if self._enter(url)]
+        if len(entered) < wanted:
+            raise EngineError(f"{len(entered)} of {wanted} servers can be used: {'; '.join(self.lines)}.")
         self._is_open = True
-        return ready
+        return entered
 
     def start_anew(self, lost: dict[str, str]) -> None:
         """Restart failed servers. For servers of `urls`, leave a request for `mcore-rl serve`, in case it started them.
@@ -402,6 +400,17 @@ class ServerFleet:
         for process in self.processes:
             process.close()
 
+    def release(self, living: Sequence[str], version: int) -> None:
+        """Let other runs take the servers of `urls`, which have the weights of `version`."""
+
+        def release(url: str) -> None:
+            with suppress(ServerError):
+                self.api_at(url).release(version)
+
+        if living and not self.processes:
+            with ThreadPoolExecutor(len(living)) as pool:
+                list(pool.map(release, living))
+
     def _look_at_processes(self) -> None:
         for process in self.processes:
             if process.is_alive:
@@ -422,13 +431,23 @@ class ServerFleet:
             f"{old} failed and is started again as {process.url}, which gets the weights with the next update: {reason}"
         )
 
-    def _accept(self, url: str) -> None:
-        """Resume a server, which an earlier run may have left paused."""
+    def _enter(self, url: str) -> bool:
+        """Make a server this run's, and undo what a run that ended left there: an open update, a pause, sleep.
+
+        Returns whether it is this run's. A server that another run takes later is left out.
+        """
+        api = self.api_at(url)
         try:
-            self.api_at(url).resume()
+            if api.claim(is_first=not self._is_open):
+                api.refuse_untried()
+                api.undo_update()
         except ServerError as error:
-            raise EngineError(f"{error}. Start the server anew.") from None
-        self._accepted.add(url)
+            if not self._is_open:
+                advice = "" if isinstance(error, TakenError) else ". Start the server anew"
+                raise EngineError(f"{error}{advice}.") from None
+            self.lines.append(f"{url} is left out: {error}")
+            return False
+        return True
 
     def _too_few(self, ready: Sequence[str], wanted: int, silent: Sequence[str]) -> str:
         logs = f"; see the logs in {self.folder}" if self.processes else ""

@@ -1,7 +1,4 @@
-"""SGLang's HTTP API, as read in the source of sglang 0.5.23 and tested only with a fake server.
-
-This is the only file that speaks to SGLang.
-"""
+"""SGLang's side of the HTTP API, as read in the source of sglang 0.5.23 and tested only with a fake server."""
 
 import base64
 import binascii
@@ -13,15 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_rl.rl.engines.base import Sampling
-from mcore_rl.rl.engines.server_api import (
-    PROBE_TIMEOUT_S,
-    ServedCompletion,
-    ServerApi,
-    ServerError,
-    completion_of,
-    finite_logprobs,
-    version_spans,
-)
+from mcore_rl.rl.engines.server_api import HEALTH_S, Answered, ServerApi, ServerError
 
 
 class SglangApi(ServerApi):
@@ -29,140 +18,81 @@ class SglangApi(ServerApi):
 
     KIND = "sglang"
     TRIED = ((0, 5, 23), (0, 5, 24))
-
-    def generate(
-        self,
-        prompt_T: Sequence[int],
-        sampling: Sampling,
-        seed: int,
-        *,
-        salt: str,
-        request_id: str,
-        adapter: str | None = None,
-    ) -> ServedCompletion:
-        """Return the completion of a prompt; see `ServerApi.generate`."""
-        cut = sampling.cut
-        parameters: dict[str, Any] = {
-            "sampling_seed": seed,
-            "temperature": cut.temperature,
-            "top_p": cut.top_p,
-            "top_k": cut.top_k or -1,
-            "min_p": cut.min_p,
-            "max_new_tokens": sampling.max_new_tokens,
-            "ignore_eos": True,
-            "stop_token_ids": sorted(sampling.stop_tokens),
-            "no_stop_trim": True,
-            **self._logit_bias(sampling),
-        }
-        body = {
-            "rid": request_id,
-            "input_ids": list(prompt_T),
-            "sampling_params": parameters,
-            "return_logprob": True,
-            "extra_key": salt,
-            "return_routed_experts": sampling.with_routes,
-            **_named(adapter),
-        }
-        answer = self._http.post("/generate", body, timeout_s=self._request_s)
-        with self._reading("an answer"):
-            meta = answer["meta_info"]
-            entries = meta["output_token_logprobs"]
-            tokens_T = tuple(answer["output_ids"])
-            if [entry[1] for entry in entries] != list(tokens_T):
-                raise ServerError(f"{self.url}: the logprobs are not of the tokens that were returned")
-            experts = meta.get("routed_experts")
-            return completion_of(
-                self.url,
-                prompt_T,
-                sampling,
-                tokens_T=tokens_T,
-                logprobs_T=tuple(entry[0] for entry in entries),
-                finish=meta["finish_reason"]["type"],
-                versions=version_spans(meta["weight_versions"]),
-                experts_TLK=None
-                if experts is None or not sampling.with_routes
-                else read_flat(experts, len(prompt_T) + len(tokens_T) - 1, self._top_k),
-            )
-
-    def abort(self, request_id: str) -> None:
-        """End a running request."""
-        self._http.post("/abort_request", {"rid": request_id}, timeout_s=PROBE_TIMEOUT_S)
-
-    def pause(self) -> None:
-        """Stop computing. Running requests keep their tokens; their keys and values are recomputed later."""
-        self._http.post("/pause_generation", {"mode": "retract"}, timeout_s=self._update_s)
-
-    def start_update(self) -> None:
-        """Begin a weight update."""
-        self._succeeds("/begin_weight_update", {})
+    KEEPS_ROUTES = False
+    STEPS = {  # noqa: RUF012  # never changed
+        "generate": ("/generate", {}),
+        "abort": ("/abort_request", {"rid": None}),
+        "health": ("/server_info", {}),
+        "weights": ("/model_info", {}),
+        "software": ("/server_info", {}),
+        # Requests keep their tokens, and their keys and values are recomputed: only so can the caches be flushed.
+        "pause": ("/pause_generation", {"mode": "retract"}),
+        # No start: a call that loads a file restores and post-processes weights by itself, and within a session they
+        # would be post-processed once more.
+        "finish": ("/update_weight_version", {"new_version": None, "abort_all_requests": False}),
+        "set_version": ("/update_weight_version", {"new_version": None, "abort_all_requests": False}),
+        "reset": ("/flush_cache", {}),
+        "resume": ("/continue_generation", {}),
+        "load_adapter": ("/load_lora_adapter", {}),
+        "unload_adapter": ("/unload_lora_adapter", {}),
+    }
 
     def load(self, update: Mapping[str, Any]) -> None:
-        """Load a bucket: a file of tensors `path`, the only file in its folder, or the tensors of a broadcast."""
-        body = dict(update)
-        if (path := body.pop("path", None)) is not None:
-            folder = {"model_path": str(Path(path).parent), "flush_cache": False}
-            self._succeeds("/update_weights_from_disk", folder)
-        else:
-            self._succeeds("/update_weights_from_distributed", body | {"flush_cache": False})
+        """Load a bucket: a file of tensors `path`, the only file in its folder."""
+        # Without a format the server takes that of its start, "dummy", and refuses.
+        folder = str(Path(update["path"]).parent)
+        self._call("/update_weights_from_disk", model_path=folder, load_format="auto", flush_cache=False)
 
-    def finish_update(self, version: int) -> None:
-        """End a weight update. The server's weights now have the version `version`."""
-        self._succeeds("/end_weight_update", {})
-        self._succeeds("/update_weight_version", {"new_version": f"v{version}", "abort_all_requests": False})
+    def undo_update(self) -> None:
+        """End an update that was left open or failed, and resume the server."""
+        self._call_if_open("/end_weight_update")
+        self._call("/continue_generation", limit_s=HEALTH_S)
 
-    def reset_caches(self) -> None:
-        """Drop the cached keys and values of prompts; `pause` has already dropped the running requests' own."""
-        # The answer is a sentence rather than JSON, with status 400 if requests are still running.
-        self._http.post("/flush_cache", timeout_s=self._update_s, is_json=False)
+    def world_size(self) -> int:
+        """Return the number of the server's workers."""
+        return int(self._told("software", "tp_size")) * int(self._told("software", "pp_size"))
 
-    def resume(self) -> None:
-        """Continue computing."""
-        self._http.post("/continue_generation", timeout_s=self._update_s)
+    def _body(
+        self, prompt_T: Sequence[int], sampling: Sampling, parameters: Mapping[str, Any], seed: int
+    ) -> dict[str, Any]:
+        own = {"sampling_seed": seed, "top_k": sampling.cut.top_k or -1, "max_new_tokens": sampling.max_new_tokens}
+        return {
+            "input_ids": list(prompt_T),
+            "sampling_params": {**parameters, **own, "no_stop_trim": True},
+            "return_logprob": True,
+            "return_routed_experts": sampling.with_routes,
+        }
 
-    def load_adapter(self, name: str, folder: str) -> None:
-        """Load a low-rank adapter."""
-        self._succeeds("/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+    def _names(self, salt: str, request_id: str, adapter: str | None) -> dict[str, Any]:
+        return {"rid": request_id, "extra_key": salt, **_named(adapter)}
 
-    def unload_adapter(self, name: str) -> None:
-        """Unload an adapter."""
-        self._succeeds("/unload_lora_adapter", {"lora_name": name})
+    def _read(self, answer: Any) -> Answered:
+        meta = answer["meta_info"]
+        return Answered(
+            tokens_T=answer["output_ids"],
+            scored=[(entry[1], entry[0]) for entry in meta["output_token_logprobs"]],
+            finish=meta["finish_reason"]["type"],
+            spans=meta["weight_versions"],
+            experts=meta.get("routed_experts"),
+        )
 
-    def prompt_logprobs(self, tokens_T: Sequence[int], adapter: str | None = None) -> list[float]:
-        """Return the logprobs of tokens 1, 2, ... at temperature 1."""
-        body = {
+    def _experts(self, text: str, num_tokens: int) -> NDArray[np.int32]:
+        return read_flat(text, num_tokens, self._top_k)
+
+    def _scoring(self, tokens_T: Sequence[int], adapter: str | None) -> dict[str, Any]:
+        return {
             "input_ids": list(tokens_T),
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True},
             "return_logprob": True,
             "logprob_start_len": 0,
             **_named(adapter),
         }
-        answer = self._http.post("/generate", body, timeout_s=self._update_s)
-        with self._reading("prompt logprobs"):
-            entries = answer["meta_info"]["input_token_logprobs"][1:]
-            if [entry[1] for entry in entries] != list(tokens_T[1:]):
-                raise ServerError(f"{self.url}: prompt logprobs of other tokens than were sent")
-            logprobs = [entry[0] for entry in entries]
-        return finite_logprobs(self.url, logprobs)
 
-    def version(self) -> str:
-        """Return the version of SGLang."""
-        return str(self._info("version"))
-
-    def world_size(self) -> int:
-        """Return the number of the server's workers."""
-        return int(self._info("tp_size")) * int(self._info("pp_size"))
-
-    def _info(self, name: str) -> Any:
-        answer = self._http.get("/server_info", timeout_s=PROBE_TIMEOUT_S)
-        try:
-            return answer[name]
-        except (KeyError, TypeError):
-            raise ServerError(f"{self.url}/server_info: no {name}") from None
-
-    def _succeeds(self, path: str, body: Mapping[str, Any]) -> None:
-        answer = self._http.post(path, body, timeout_s=self._update_s)
-        if not isinstance(answer, dict) or answer.get("success") is not True:
-            raise ServerError(f"{self.url}{path}: no success: {answer}")
+    def _scores(self, answer: Any, tokens_T: Sequence[int]) -> list[float]:
+        entries = answer["meta_info"]["input_token_logprobs"][1:]
+        if [entry[1] for entry in entries] != list(tokens_T):
+            raise ServerError(f"{self.url}: prompt logprobs of other tokens than were sent")
+        return [entry[0] for entry in entries]
 
 
 def _named(adapter: str | None) -> dict[str, str]:

@@ -1,7 +1,4 @@
-"""vLLM's HTTP API, for a server started with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out.
-
-It follows the source of vllm 0.32 and 0.33. This is the only file that speaks to vLLM.
-"""
+"""vLLM's side of the HTTP API, for a server started with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out."""
 
 import base64
 import binascii
@@ -13,19 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_rl.rl.engines.base import Sampling
-from mcore_rl.rl.engines.server_api import (
-    MODEL,
-    PROBE_TIMEOUT_S,
-    ServedCompletion,
-    ServerApi,
-    ServerError,
-    completion_of,
-    finite_logprobs,
-    version_spans,
-)
-
-ABORT_PREFIX = "generate-tokens-"
-"""Prefix that the server adds to a request's id; an abort without it returns 200 and does nothing."""
+from mcore_rl.rl.engines.server_api import HEALTH_S, MODEL, Answered, ServerApi, ServerError
 
 
 class VllmApi(ServerApi):
@@ -33,131 +18,75 @@ class VllmApi(ServerApi):
 
     KIND = "vllm"
     TRIED = ((0, 32), (0, 34))
-
-    def generate(
-        self,
-        prompt_T: Sequence[int],
-        sampling: Sampling,
-        seed: int,
-        *,
-        salt: str,
-        request_id: str,
-        adapter: str | None = None,
-    ) -> ServedCompletion:
-        """Return the completion of a prompt; see `ServerApi.generate`."""
-        cut = sampling.cut
-        # Every field is sent, because an omitted field would get a default of the server or the model.
-        parameters: dict[str, Any] = {
-            "seed": seed,
-            "temperature": cut.temperature,
-            "top_p": cut.top_p,
-            "top_k": cut.top_k,
-            "min_p": cut.min_p,
-            "max_tokens": sampling.max_new_tokens,
-            "logprobs": 0,
-            "ignore_eos": True,
-            "stop_token_ids": sorted(sampling.stop_tokens),
-            **self._logit_bias(sampling),
-        }
-        body = {
-            "request_id": request_id,
-            "model": adapter or MODEL,
-            "token_ids": list(prompt_T),
-            "cache_salt": salt,
-            "sampling_params": parameters,
-        }
-        answer = self._http.post("/inference/v1/generate", body, timeout_s=self._request_s)
-        with self._reading("an answer"):
-            choice = answer["choices"][0]
-            content = choice["logprobs"]["content"]
-            tokens_T = tuple(choice["token_ids"])
-            logprobs_T = tuple(entry["logprob"] for entry in content)
-            if [entry["token_id"] for entry in content] != list(tokens_T):
-                raise ServerError(f"{self.url}: the logprobs are not of the tokens that were returned")
-            experts = choice.get("routed_experts")
-            return completion_of(
-                self.url,
-                prompt_T,
-                sampling,
-                tokens_T=tokens_T,
-                logprobs_T=logprobs_T,
-                finish=choice["finish_reason"],
-                versions=version_spans(choice["weight_versions"]),
-                experts_TLK=None if experts is None or not sampling.with_routes else read_npy(experts),
-            )
-
-    def abort(self, request_id: str) -> None:
-        """End a running request."""
-        body = {"request_ids": [ABORT_PREFIX + request_id]}
-        self._http.post("/inference/v1/abort_requests", body, timeout_s=PROBE_TIMEOUT_S)
-
-    def pause(self) -> None:
-        """Stop computing. A server that is decoding would crash if it were updated without a pause."""
-        self._http.post("/pause?mode=keep&clear_cache=false", timeout_s=self._update_s)
-
-    def start_update(self) -> None:
-        """Begin a weight update."""
-        self._http.post("/start_weight_update", timeout_s=self._update_s)
+    KEEPS_ROUTES = True
+    REQUEST_NAME = "generate-tokens-"
+    STEPS = {  # noqa: RUF012  # never changed
+        "generate": ("/inference/v1/generate", {}),
+        "abort": ("/inference/v1/abort_requests", {"request_ids": (None,)}),
+        "health": ("/weight_info", {}),
+        "weights": ("/weight_info", {}),
+        "software": ("/version", {}),
+        "workers": ("/get_world_size", {}),
+        "pause": ("/pause", {"mode": "keep", "clear_cache": False}),
+        "start": ("/start_weight_update", {}),
+        "finish": ("/finish_weight_update", {"weight_version": None}),
+        "set_version": ("/update_weight_version", {"new_version": None}),
+        "reset": ("/reset_prefix_cache", {"reset_running_requests": True}),
+        "resume": ("/resume", {}),
+        "load_adapter": ("/v1/load_lora_adapter", {}),
+        "unload_adapter": ("/v1/unload_lora_adapter", {}),
+    }
 
     def load(self, update: Mapping[str, Any]) -> None:
         """Load a bucket; `update` is the `update_info` of the transfer backend that the server was started with."""
-        self._http.post("/update_weights", {"update_info": dict(update)}, timeout_s=self._update_s)
+        self._call("/update_weights", update_info=dict(update))
 
-    def finish_update(self, version: int) -> None:
-        """End a weight update. The server's weights now have the version `version`."""
-        self._http.post("/finish_weight_update", {"weight_version": f"v{version}"}, timeout_s=self._update_s)
-
-    def reset_caches(self) -> None:
-        """Drop the cached keys and values of prompts and running requests."""
-        path = "/reset_prefix_cache?reset_running_requests=true"
-        answer = self._http.post(path, timeout_s=self._update_s)
-        # A reset that did nothing also returns status 200.
-        if not isinstance(answer, dict) or answer.get("success") is not True:
-            raise ServerError(f"{self.url}{path}: the caches were not reset: {answer}")
-
-    def resume(self) -> None:
-        """Continue computing."""
-        self._http.post("/resume", timeout_s=self._update_s)
-
-    def load_adapter(self, name: str, folder: str) -> None:
-        """Load a low-rank adapter. Requests refer to it in their field `model`."""
-        body = {"lora_name": name, "lora_path": folder}
-        # The answer is a sentence rather than JSON.
-        self._http.post("/v1/load_lora_adapter", body, timeout_s=self._update_s, is_json=False)
-
-    def unload_adapter(self, name: str) -> None:
-        """Unload an adapter."""
-        body = {"lora_name": name}
-        self._http.post("/v1/unload_lora_adapter", body, timeout_s=self._update_s, is_json=False)
-
-    def prompt_logprobs(self, tokens_T: Sequence[int], adapter: str | None = None) -> list[float]:
-        """Return the logprobs of tokens 1, 2, ... at temperature 1. Such a request does not use the prefix cache."""
-        body = {
-            "model": adapter or MODEL,
-            "token_ids": list(tokens_T),
-            "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0},
-        }
-        answer = self._http.post("/inference/v1/generate", body, timeout_s=self._update_s)
-        with self._reading("prompt logprobs"):
-            entries = answer["prompt_logprobs"][1:]
-            logprobs = [entry[str(token)]["logprob"] for token, entry in zip(tokens_T[1:], entries, strict=True)]
-        return finite_logprobs(self.url, logprobs)
-
-    def version(self) -> str:
-        """Return the version of vLLM."""
-        answer = self._http.get("/version", timeout_s=PROBE_TIMEOUT_S)
+    def undo_update(self) -> None:
+        """End an update that was left open or failed, wake the server, and resume it."""
         try:
-            return str(answer["version"])
-        except (KeyError, TypeError):
-            raise ServerError(f"{self.url}/version: no version in {answer}") from None
+            self._call("/collective_rpc", limit_s=HEALTH_S, method="abort_update")
+        except ServerError as error:
+            if error.status is None:
+                raise
+            # The server's workers lack this package's extension: the next push cannot repair half-filled modules, and
+            # its probe says so.
+            self._call_if_open("/finish_weight_update")
+        # Without tags it wakes a server that sleeps, and resumes it, while /resume would let it compute without memory.
+        self._call("/wake_up", limit_s=HEALTH_S)
 
     def world_size(self) -> int:
         """Return the number of the server's workers."""
-        answer = self._http.get("/get_world_size", timeout_s=self._update_s)
-        try:
-            return int(answer["world_size"])
-        except (KeyError, TypeError, ValueError):
-            raise ServerError(f"{self.url}/get_world_size: no number in {answer}") from None
+        return int(self._told("workers", "world_size"))
+
+    def _body(
+        self, prompt_T: Sequence[int], sampling: Sampling, parameters: Mapping[str, Any], seed: int
+    ) -> dict[str, Any]:
+        own = {"seed": seed, "top_k": sampling.cut.top_k, "max_tokens": sampling.max_new_tokens, "logprobs": 0}
+        return {"token_ids": list(prompt_T), "sampling_params": {**parameters, **own}}
+
+    def _names(self, salt: str, request_id: str, adapter: str | None) -> dict[str, Any]:
+        return {"request_id": request_id, "model": adapter or MODEL, "cache_salt": salt}
+
+    def _read(self, answer: Any) -> Answered:
+        choice = answer["choices"][0]
+        return Answered(
+            tokens_T=choice["token_ids"],
+            scored=[(entry["token_id"], entry["logprob"]) for entry in choice["logprobs"]["content"]],
+            finish=choice["finish_reason"],
+            spans=choice["weight_versions"],
+            experts=choice.get("routed_experts"),
+        )
+
+    def _experts(self, text: str, num_tokens: int) -> NDArray[np.int32]:
+        return read_npy(text)
+
+    def _scoring(self, tokens_T: Sequence[int], adapter: str | None) -> dict[str, Any]:
+        parameters = {"max_tokens": 1, "prompt_logprobs": 0}  # such a request does not use the prefix cache
+        return {"model": adapter or MODEL, "token_ids": list(tokens_T), "sampling_params": parameters}
+
+    def _scores(self, answer: Any, tokens_T: Sequence[int]) -> list[float]:
+        entries = answer["prompt_logprobs"][1:]
+        return [entry[str(token)]["logprob"] for token, entry in zip(tokens_T, entries, strict=True)]
 
 
 def read_npy(text: str) -> NDArray[np.int32]:

@@ -49,7 +49,7 @@ from mcore_rl.rl.engines.probe import (
     ProbeReference,
     difference_of,
 )
-from mcore_rl.rl.engines.server_api import ServedCompletion, ServerApi, ServerError, logprobs_mode
+from mcore_rl.rl.engines.server_api import ServedCompletion, ServerApi, ServerError, logprobs_remedy
 from mcore_rl.storage.checksums import crc32_of
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -161,6 +161,7 @@ class WeightPush:
             sender.everywhere("end of the update", lambda server: server.finish_update(version))
             sender.everywhere("reset of the caches", lambda server: server.reset_caches())
             sender.everywhere("resume", lambda server: server.resume())
+            sender.undo()
             watch.lap("finish")
             sender.everywhere("probe", lambda server: self._compare(server, ours, differences))
         sizes = {"num_bytes": num_bytes, "largest_bucket_bytes": largest}
@@ -191,8 +192,8 @@ class WeightPush:
                 if excess := limit.excess(difference_of(trained_PC, [one.logprobs_T for one in ones])):
                     sender.failed[url] = (
                         f"{url} has the trainer's weights, but its logprobs are not those at the sampling temperature, "
-                        f"before top_k, top_p and min_p ({cut}), of the tokenizer's ids: {excess}. Start vLLM with "
-                        f"--logprobs-mode {logprobs_mode(cut)}, SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB"
+                        f"before top_k, top_p and min_p ({cut}), of the tokenizer's ids: {excess}. "
+                        + logprobs_remedy(self._engine.kind, self._sampling, self._model.vocab_size)
                     )
             sender.close()
             watch.lap("probe")
@@ -256,7 +257,7 @@ class Sender:
     """Calls all servers that have not failed in this push, at the same time."""
 
     def __init__(self, servers: Sequence[ServerApi]) -> None:
-        self.living = list(servers)
+        self._servers, self.living = list(servers), list(servers)
         self.failed: dict[str, str] = {}
         self._pool = ThreadPoolExecutor(max(1, len(servers)), "weight push")
 
@@ -271,6 +272,14 @@ class Sender:
                 self.failed[server.url] = f"{phase}: {error}"
         self.living = [server for server in self.living if server.url not in self.failed]
         return answers
+
+    def undo(self) -> None:
+        """Undo the update of servers that failed, as far as they answer: half-filled modules would make a later update
+        wrong, an open one would refuse it, and paused requests would wait for it.
+        """
+        for undone in [self._pool.submit(server.undo_update) for server in self._servers if server.url in self.failed]:
+            with suppress(ServerError):
+                undone.result()
 
     def fail_all(self, reason: str) -> None:
         """Mark all living servers as failed."""
@@ -396,6 +405,7 @@ class AdapterPush(WeightPush):
         sender.everywhere("load of the adapters", lambda server: server.load_adapter(name, str(folder)))
         watch.lap("load")
         sender.everywhere("resume", lambda server: server.resume())
+        sender.undo()
         watch.lap("finish")
         sender.everywhere(
             "probe", lambda server: self._compare_adapted(server, name, ours, differences, is_seen=is_seen)

@@ -13,10 +13,11 @@ import pytest
 from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import ConfigError, EngineError
-from mcore_rl.rl.engines.server_api import HttpClient, ServerApi
+from mcore_rl.rl.engines.server_api import HttpClient, Owner, ServerApi
 from mcore_rl.rl.engines.server_process import ServerFleet, ServerProcess, server_command
 from mcore_rl.rl.engines.vllm_api import VllmApi
 
+OWNER = Owner("0123abcd", "/runs/a")
 FAKE = str(Path(__file__).parents[4] / "tests" / "fake_server.py")
 
 
@@ -28,7 +29,7 @@ def config_of(tmp_path: Path, *overrides: str) -> RlRunConfig:
 
 
 def api_at(url: str) -> ServerApi:
-    return VllmApi(HttpClient(url), vocab_size=64, request_timeout_s=5.0, update_timeout_s=5.0)
+    return VllmApi(HttpClient(url), vocab_size=64, request_timeout_s=5.0, update_timeout_s=5.0, owner=OWNER)
 
 
 def wait_for(is_so: Callable[[], bool]) -> None:

@@ -52,6 +52,7 @@ class ModelServer:
         )
         """Logprobs that it reports of sampled tokens, from the logits that predict them."""
         self.calls: list[str] = []
+        self.undone = 0
         self.takes: Callable[[str], bool] = lambda name: True
         self.fails_at: str | None = None
         self._logits = logits
@@ -82,6 +83,9 @@ class ModelServer:
 
     def resume(self) -> None:
         self._call("resume")
+
+    def undo_update(self) -> None:
+        self.undone += 1
 
     def prompt_logprobs(self, tokens_T: Sequence[int]) -> list[float]:
         if self.calls[-1] != "probe":
@@ -296,8 +300,9 @@ def test_a_server_that_has_the_weights_and_reports_other_logprobs_of_what_it_sam
     assert report.living == ("http://sound:1",) and report.differences["http://broken:2"].largest < 2e-5
     message = report.failed["http://broken:2"]
     assert "has the trainer's weights, but its logprobs are not those at the sampling temperature" in message
-    mode = "processed_logprobs" if cut.is_open else "raw_logprobs" if cut.temperature == 1 else "None"
-    assert f"Start vLLM with --logprobs-mode {mode}" in message
+    mode = "processed_logprobs" if cut.is_open else "raw_logprobs" if cut.temperature == 1 else ""
+    remedy = f"Start vLLM with --logprobs-mode {mode}" if mode else "in no --logprobs-mode: set rl.rollout.top_k=none"
+    assert remedy in message
 
 
 @pytest.mark.full
@@ -309,6 +314,11 @@ def test_a_server_that_counts_ids_beyond_the_tokenizers_vocabulary_fails(served:
         server.samples = lambda logits_V, cut: logits_V[:ids]
     sound.reports = lambda logits_CV, tokens_C, cut: of_tokens(logits_CV[:, :ids], tokens_C)
     assert served.push(sound, broken, cut=Cut(), ids=ids).living == ("http://sound:1",)
+    # With a cut, raw_logprobs are right otherwise.
+    broken.samples = lambda logits_V, cut: cut_off(logits_V[:ids], cut)
+    report = served.push(broken, cut=NUCLEUS, ids=ids)
+    assert "the 10 ids that only pad the model's vocabulary of" in report.failed["http://broken:2"]
+    assert 'set rl.rollout.top_k=none, top_p=1 and min_p=0, or rl.engine.kind="sglang"' in report.failed[broken.url]
 
 
 UNSEEN: dict[str, tuple[Cut, Callable[[Tensor, Cut], Tensor]]] = {
@@ -361,6 +371,7 @@ def test_a_server_that_fails_is_left_alone_and_the_others_go_on(call: str, serve
     assert report.living == ("http://sound:1",) and sound.calls == UPDATE
     assert list(report.failed) == ["http://broken:2"] and "status 500" in report.failed["http://broken:2"]
     assert broken.calls == UPDATE[: len(broken.calls)] and broken.calls[-1] == call.split(" 3")[0]
+    assert (broken.undone, sound.undone) == (1, 0), "half-filled modules, an open session or a pause would stay"
     # The next push, of all weights, is what brings it back.
     broken.fails_at = None
     broken.calls.clear()
