@@ -277,6 +277,8 @@ class FakeServer:
     def _done(self, path: str, values: dict[str, Any], body: dict[str, Any], fault: str | None) -> Any:
         if path in GENERATE.values():
             return self._generated(body, fault)
+        if path == "/health":
+            return Refusal(503, "") if self.kind == "sglang" and "paused" in self.state else ""
         if path in ("/version", "/server_info"):
             return {"version": self.software or SOFTWARE[self.kind], "tp_size": 1, "pp_size": 1}
         if path in ("/weight_info", "/model_info"):
@@ -321,7 +323,7 @@ class FakeServer:
         adapter = body.get("lora_path") if self.kind == "sglang" else body["model"]
         if adapter not in (None, "policy", *self.adapters):
             return Refusal(404, f"The model {adapter} does not exist.")
-        answers = self.adapters.get(adapter, self.answers)
+        answers = self.adapters.get(adapter or "", self.answers)
         if wants_prompt:
             return self._scored(asked.prompt, answers)
         name = body.get("request_id") or body.get("rid") or ""
@@ -395,7 +397,7 @@ class FakeServer:
                 "routed_experts": routes,
             }
             return {"request_id": name, "choices": [choice], "prompt_logprobs": None}
-        meta = {
+        meta: dict[str, Any] = {
             "id": name,
             "finish_reason": {"type": finish},
             "output_token_logprobs": [[value, token, None] for value, token in zip(listed, named, strict=True)],

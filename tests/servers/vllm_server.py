@@ -275,7 +275,6 @@ def served_engine(
         config,
         sampling=Sampling(max_new_tokens=1),
         capabilities=Capabilities(max_tokens=MAX_TOKENS, routes=False, seeded=False),
-        refusal=lambda sampling: None,
     )
 
 

@@ -6,6 +6,7 @@ interpreter: they take, refuse and swallow the same calls, in the same states.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Literal
 
 REQUIRED: Final = object()
@@ -57,14 +58,11 @@ def _get(source: str, **fields: Any) -> Call:
     return Call(source=source, fields=fields, place="get")
 
 
-def _query(source: str, fields: Mapping[str, Any], *refusals: Refusal, **more: Any) -> Call:
-    return Call(source=source, fields=fields, place="query", refusals=refusals, **more)
-
-
 def _post(source: str, fields: Mapping[str, Any], *refusals: Refusal, **more: Any) -> Call:
     return Call(source=source, fields=fields, refusals=refusals, **more)
 
 
+_query = partial(_post, place="query")
 NO_WEIGHTS = Refusal(WEIGHTS, DIES, "it touches weights whose memory was released")
 NO_CACHE = Refusal(KV_CACHE, DIES, "it touches keys and values whose memory was released")
 ON_META = Refusal(SESSION, DIES, "it computes with weights on the meta device")
@@ -77,7 +75,6 @@ VLLM: Mapping[str, Call] = {
     "/get_world_size": _get("rl/online/api_router.py:269", include_dp=True),
     "/weight_info": _get("rl/online/api_router.py:226; answered by the thread that computes"),
     "/is_sleeping": _get("v1/engine/core.py:1041; true for a mere pause"),
-    "/is_paused": _get("rl/online/api_router.py:142"),
     "/pause": _query(
         "rl/online/api_router.py:31", {"mode": "abort", "clear_cache": True}, values={"mode": PAUSES}, sets=(PAUSED,)
     ),
@@ -149,7 +146,6 @@ SGLANG: Mapping[str, Call] = {
     "/health": _get("entrypoints/http_server.py:721; generates a token, for which a paused server has no time"),
     "/server_info": _get("entrypoints/http_server.py:863; asks the scheduler"),
     "/model_info": _get("entrypoints/http_server.py:812; does not ask the scheduler"),
-    "/ready": _get("managers/tokenizer_manager.py:732; 503 while paused"),
     "/pause_generation": _post(
         "managers/tokenizer_manager.py:2267; abort does not pause the scheduler",
         {"mode": "abort"},

@@ -21,7 +21,7 @@ from torch import nn
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import LoraConfig
 from mcore_rl.config.rl.rollout import ServedConfig
-from mcore_rl.config.rl_run import RlConfig, RlRunConfig
+from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import ConfigError, EngineError
 from mcore_rl.megatron.agree import from_first_of_model, on_every_rank, on_rank_zero
@@ -35,7 +35,6 @@ from mcore_rl.rl.engines.server_api import (
     ServerApi,
     ServerError,
     TakenError,
-    logprobs_mode,
     pick_layers,
     server_apis,
     without_recomputed,
@@ -95,7 +94,6 @@ class ServedEngine:
         *,
         sampling: Sampling,
         capabilities: Capabilities,
-        refusal: Callable[[Sampling], str | None],
         imposes_routes: bool = True,
         may_miss_routes: bool = False,
         adapters: LoraConfig | None = None,
@@ -113,7 +111,6 @@ class ServedEngine:
             config: The config section of the engine.
             sampling: The rollouts' sampling, with which each update compares the servers' logprobs.
             capabilities: Capabilities of the servers.
-            refusal: Function that returns why the servers' logprobs would be wrong under a sampling; None if correct.
             imposes_routes: Whether routes will be replayed (R3), rather than only compared with the trainer's.
             may_miss_routes: Whether the servers may leave out the routes of some tokens of a completion.
             adapters: The section `lora`, if the servers load the policy's adapters over their base model; None if they
@@ -122,7 +119,7 @@ class ServedEngine:
         """
         self.decode, self.policy_version, self.capabilities = decode, 0, capabilities
         self._make_api, self._fleet, self._chunks, self._sampling = api_at, fleet, list(chunks), sampling
-        self._mesh, self._model, self._config, self._refusal = mesh, model, config, refusal
+        self._mesh, self._model, self._config = mesh, model, config
         self._imposes_routes, self._may_miss_routes = imposes_routes, may_miss_routes
         self._layers = list(routed_layers(chunks))
         # A new salt for each start: another run, or this run before a resume, may have had different weights of the
@@ -297,8 +294,6 @@ class ServedEngine:
     def _check(self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]]) -> None:
         """Raise EngineError for a request that a server would answer wrongly or crash on."""
         check_request(prompts, sampling, seeds_PG, self.capabilities)
-        if reason := self._refusal(sampling):
-            raise EngineError(reason)
         for prompt in prompts:
             beyond = [token for token in prompt.tokens_T if not 0 <= token < self._model.vocab_size]
             if beyond:
@@ -558,27 +553,8 @@ def served_engine(config: RlRunConfig, chunks: Sequence[nn.Module], mesh: Mesh, 
             routes=config.wants_engine_routes,
             seeded=False,
         ),
-        refusal=partial(refused_sampling, config.rl),
         imposes_routes=config.replay.kind == "r3",
         may_miss_routes=config.replay.missing != "error",
         adapters=config.lora if engine.lora == "adapter" else None,
         salt=salt,
-    )
-
-
-def refused_sampling(rl: RlConfig, sampling: Sampling) -> str | None:
-    """Return why a server cannot report logprobs at the sampling temperature before top-k, top-p and min-p.
-
-    None if it can.
-    """
-    started = sampling_of(rl.rollout, (), vocab_size=0, with_routes=False).cut
-    if rl.engine.kind == "sglang" or sampling.cut.temperature == 0.0:
-        return None
-    wanted = logprobs_mode(sampling.cut)
-    is_any = sampling.cut.is_open and sampling.cut.temperature == 1.0
-    if is_any or wanted == logprobs_mode(started):
-        return None
-    return (
-        f"a completion is asked for at {sampling.cut}, and the servers report the logprobs of {started}: a server has "
-        "one --logprobs-mode. Sample with temperature 1, or without top_k, top_p and min_p, everywhere."
     )

@@ -133,7 +133,6 @@ MODEL = "policy"
 """Name under which the server serves the model (--served-model-name)."""
 NEVER = -100.0
 """Lowest logit bias that the servers accept; it multiplies a token's weight by e^-100."""
-PROBE_TIMEOUT_S = 30.0
 HEALTH_S = 20.0
 """Seconds within which a server answers a question that it need not compute for."""
 APIS = {"vllm": "mcore_rl.rl.engines.vllm_api:VllmApi", "sglang": "mcore_rl.rl.engines.sglang_api:SglangApi"}
@@ -223,6 +222,12 @@ class ServerApi(ABC):
     STEPS: ClassVar[Mapping[str, tuple[str, Mapping[str, Any]]]]
     """Path and fields of calls that both kinds have, by what they do; a field that is None gets a name of the caller's.
     health: answered by the thread that computes; weights: tells their version; start: missing if it is not needed."""
+    FIELDS: ClassVar[tuple[str, str, str, str, str]]
+    """Names of a request's fields: prompt, seed, maximum number of new tokens, id, salt."""
+    ALL_TOKENS: ClassVar[int]
+    """The value of top_k without a cut."""
+    PARAMETERS: ClassVar[Mapping[str, Any]]
+    """Sampling parameters that only this kind of server has."""
     REQUEST_NAME: ClassVar[str] = ""
     """Prefix that the server adds to a request's id; an abort without it returns 200 and does nothing."""
 
@@ -247,7 +252,7 @@ class ServerApi(ABC):
             owner: The run that sends weights to the server; None: weights of any run are read.
         """
         self._http, self._vocab_size, self._top_k = http, vocab_size, experts_per_token
-        self._request_s, self._update_s, self._owner = request_timeout_s, update_timeout_s, owner
+        self._request_s, self._update_s, self.owner = request_timeout_s, update_timeout_s, owner
 
     @property
     def url(self) -> str:
@@ -280,18 +285,16 @@ class ServerApi(ABC):
             adapter: Name of the low-rank adapter to sample with; None: the server's own weights.
         """
         cut, padding = sampling.cut, range(sampling.vocab_size or self._vocab_size, self._vocab_size)
+        prompt, seed_name, length, name, salt_name = self.FIELDS
         # Every field is sent, because an omitted field would get a default of the server or the model.
-        parameters: dict[str, Any] = {
-            "temperature": cut.temperature,
-            "top_p": cut.top_p,
-            "min_p": cut.min_p,
-            "ignore_eos": True,
-            "stop_token_ids": sorted(sampling.stop_tokens),
-            # The model's ids beyond the tokenizer's vocabulary are forbidden.
-            **({"logit_bias": {str(token): NEVER for token in padding}} if padding else {}),
-        }
-        body = self._body(prompt_T, sampling, parameters, seed) | self._names(salt, request_id, adapter)
-        answer = self._call(self.STEPS["generate"][0], limit_s=self._request_s, **body)
+        parameters = {seed_name: seed, length: sampling.max_new_tokens, **self.PARAMETERS}
+        parameters |= {"temperature": cut.temperature, "top_k": cut.top_k or self.ALL_TOKENS, "top_p": cut.top_p}
+        parameters |= {"min_p": cut.min_p, "ignore_eos": True, "stop_token_ids": sorted(sampling.stop_tokens)}
+        if padding:  # the model's ids beyond the tokenizer's vocabulary are forbidden
+            parameters["logit_bias"] = {str(token): NEVER for token in padding}
+        body = {prompt: list(prompt_T), "sampling_params": parameters, name: request_id, salt_name: salt}
+        fields = body | self._own_fields(adapter, with_routes=sampling.with_routes)
+        answer = self._call(self.STEPS["generate"][0], limit_s=self._request_s, **fields)
         with self._reading("an answer"):
             read = self._read(answer)
             if [token for token, _ in read.scored] != list(read.tokens_T):
@@ -302,21 +305,15 @@ class ServerApi(ABC):
                 tokens_T=tuple(read.tokens_T),
                 logprobs_T=tuple(logprobs),
                 finish="stop" if read.finish == "stop" else "length",
-                versions=version_spans(self.url, read.spans, self._owner, num_tokens=len(logprobs)),
+                versions=version_spans(self.url, read.spans, self.owner, num_tokens=len(logprobs)),
                 experts_TLK=self._experts(read.experts, len(prompt_T) + len(logprobs) - 1)
                 if read.experts is not None and sampling.with_routes
                 else None,
             )
 
     @abstractmethod
-    def _body(
-        self, prompt_T: Sequence[int], sampling: Sampling, parameters: Mapping[str, Any], seed: int
-    ) -> dict[str, Any]:
-        """Return the fields of a request with the common sampling `parameters`, without its names."""
-
-    @abstractmethod
-    def _names(self, salt: str, request_id: str, adapter: str | None) -> dict[str, Any]:
-        """Return the fields with a request's names."""
+    def _own_fields(self, adapter: str | None, *, with_routes: bool) -> dict[str, Any]:
+        """Return the fields of a request that only this kind of server has."""
 
     @abstractmethod
     def _read(self, answer: Any) -> Answered:
@@ -345,7 +342,7 @@ class ServerApi(ABC):
 
     def finish_update(self, version: int) -> None:
         """End a weight update. The server's weights now have the version `version`."""
-        self._step("finish", name=self._owner.version(version) if self._owner else f"v{version}")
+        self._step("finish", name=self.owner.version(version) if self.owner else f"v{version}")
 
     def reset_caches(self) -> None:
         """Drop the cached keys and values of prompts and running requests; they are recomputed with the new weights."""
@@ -396,30 +393,17 @@ class ServerApi(ABC):
             return False
         return True
 
-    def claim(self, *, is_first: bool = True) -> bool:
-        """Make the server this run's. Returns whether it was not yet: then it may be new, or what another run left.
-
-        Args:
-            is_first: Whether a former start of this run may have left it.
+    def is_ours(self, owner: Owner, *, is_first: bool = False) -> bool:
+        """Whether the server belongs to this start of a run, see `owns`; if not, it may be new or left by another run.
 
         Raises:
             TakenError: if it belongs to another run.
         """
-        assert self._owner is not None
-        if owns(self.url, self._weight_version(), self._owner, is_first=is_first):
-            return False
-        self._step("set_version", name=self._owner.version(None))
-        return True
+        return owns(self.url, str(self._told("weights", "weight_version")), owner, is_first=is_first)
 
-    def release(self, step: int) -> None:
-        """Let other runs take the server, which has the weights of an optimizer step, if it is this run's."""
-        if self._owner is not None and owns(self.url, self._weight_version(), self._owner):
-            self._step("set_version", limit_s=HEALTH_S, name=f"v{step}")
-
-    def _weight_version(self) -> str:
-        answer = self._step("weights", limit_s=HEALTH_S)
-        with self._reading("the version of the weights"):
-            return str(answer["weight_version"])
+    def name_weights(self, text: str) -> None:
+        """Set the text of the weights' version."""
+        self._step("set_version", limit_s=HEALTH_S, name=text)
 
     def version(self) -> str:
         """Return the version of the server's software, such as "0.32.0"."""
@@ -447,7 +431,7 @@ class ServerApi(ABC):
     def _told(self, step: str, name: str) -> Any:
         """Return the field `name` of a step's answer."""
         with self._reading(f"{self.STEPS[step][0]}, which lacks {name},"):
-            return self._step(step, limit_s=PROBE_TIMEOUT_S)[name]
+            return self._step(step, limit_s=HEALTH_S)[name]
 
     def _step(self, step: str, *, limit_s: float | None = None, name: str = "", **fields: Any) -> Any:
         """Make a call of `STEPS`, with further fields."""

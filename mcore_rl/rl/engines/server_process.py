@@ -342,6 +342,8 @@ class ServerFleet:
     lines: list[str] = field(default_factory=list)
     """Events for the log, oldest first; the caller that logs them clears the list."""
     processes: list[ServerProcess] = field(default_factory=list)
+    _failed: set[str] = field(default_factory=set)
+    """Servers that have failed since they were entered."""
     _is_open: bool = False
 
     def ready(self) -> list[str]:
@@ -378,6 +380,7 @@ class ServerFleet:
         Args:
             lost: Reason of the failure, by address.
         """
+        self._failed |= lost.keys()
         for url, reason in lost.items():
             process = next((process for process in self.processes if process.url == url), None)
             if process is None:
@@ -401,15 +404,16 @@ class ServerFleet:
             process.close()
 
     def release(self, living: Sequence[str], version: int) -> None:
-        """Let other runs take the servers of `urls`, which have the weights of `version`."""
+        """Let other runs take the servers of `urls`, of which the `living` have the weights of `version`."""
 
         def release(url: str) -> None:
+            api = self.api_at(url)
             with suppress(ServerError):
-                self.api_at(url).release(version)
+                if api.owner is not None and api.is_ours(api.owner):
+                    api.name_weights(f"v{version}" if url in living else "default")
 
-        if living and not self.processes:
-            with ThreadPoolExecutor(len(living)) as pool:
-                list(pool.map(release, living))
+        with ThreadPoolExecutor(len(self.config.urls) or 1) as pool:
+            list(pool.map(release, self.config.urls))
 
     def _look_at_processes(self) -> None:
         for process in self.processes:
@@ -432,15 +436,17 @@ class ServerFleet:
         )
 
     def _enter(self, url: str) -> bool:
-        """Make a server this run's, and undo what a run that ended left there: an open update, a pause, sleep.
-
-        Returns whether it is this run's. A server that another run takes later is left out.
+        """Make a server this run's, without an open update, pause or sleep, which a run that ended or an update that
+        failed may have left. Returns whether it is this run's: a server that another run takes later is left out.
         """
         api = self.api_at(url)
+        assert api.owner is not None
         try:
-            if api.claim(is_first=not self._is_open):
+            if not api.is_ours(api.owner, is_first=not self._is_open) or url in self._failed:
                 api.refuse_untried()
                 api.undo_update()
+                api.name_weights(api.owner.version(None))
+                self._failed.discard(url)
         except ServerError as error:
             if not self._is_open:
                 advice = "" if isinstance(error, TakenError) else ". Start the server anew"

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.server_api import HEALTH_S, Answered, ServerApi, ServerError
 
 
@@ -19,6 +18,9 @@ class SglangApi(ServerApi):
     KIND = "sglang"
     TRIED = ((0, 5, 23), (0, 5, 24))
     KEEPS_ROUTES = False
+    FIELDS = ("input_ids", "sampling_seed", "max_new_tokens", "rid", "extra_key")
+    ALL_TOKENS = -1
+    PARAMETERS = {"no_stop_trim": True}  # noqa: RUF012  # never changed
     STEPS = {  # noqa: RUF012  # never changed
         "generate": ("/generate", {}),
         "abort": ("/abort_request", {"rid": None}),
@@ -52,19 +54,9 @@ class SglangApi(ServerApi):
         """Return the number of the server's workers."""
         return int(self._told("software", "tp_size")) * int(self._told("software", "pp_size"))
 
-    def _body(
-        self, prompt_T: Sequence[int], sampling: Sampling, parameters: Mapping[str, Any], seed: int
-    ) -> dict[str, Any]:
-        own = {"sampling_seed": seed, "top_k": sampling.cut.top_k or -1, "max_new_tokens": sampling.max_new_tokens}
-        return {
-            "input_ids": list(prompt_T),
-            "sampling_params": {**parameters, **own, "no_stop_trim": True},
-            "return_logprob": True,
-            "return_routed_experts": sampling.with_routes,
-        }
-
-    def _names(self, salt: str, request_id: str, adapter: str | None) -> dict[str, Any]:
-        return {"rid": request_id, "extra_key": salt, **_named(adapter)}
+    def _own_fields(self, adapter: str | None, *, with_routes: bool) -> dict[str, Any]:
+        named = {} if adapter is None else {"lora_path": adapter}
+        return {"return_logprob": True, "return_routed_experts": with_routes, **named}
 
     def _read(self, answer: Any) -> Answered:
         meta = answer["meta_info"]
@@ -83,9 +75,8 @@ class SglangApi(ServerApi):
         return {
             "input_ids": list(tokens_T),
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True},
-            "return_logprob": True,
             "logprob_start_len": 0,
-            **_named(adapter),
+            **self._own_fields(adapter, with_routes=False),
         }
 
     def _scores(self, answer: Any, tokens_T: Sequence[int]) -> list[float]:
@@ -93,11 +84,6 @@ class SglangApi(ServerApi):
         if [entry[1] for entry in entries] != list(tokens_T):
             raise ServerError(f"{self.url}: prompt logprobs of other tokens than were sent")
         return [entry[0] for entry in entries]
-
-
-def _named(adapter: str | None) -> dict[str, str]:
-    """Return the field of a request that names its adapter."""
-    return {} if adapter is None else {"lora_path": adapter}
 
 
 def read_flat(text: str, num_tokens: int, top_k: int) -> NDArray[np.int32]:

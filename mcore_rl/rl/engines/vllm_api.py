@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.server_api import HEALTH_S, MODEL, Answered, ServerApi, ServerError
 
 
@@ -19,6 +18,9 @@ class VllmApi(ServerApi):
     KIND = "vllm"
     TRIED = ((0, 32), (0, 34))
     KEEPS_ROUTES = True
+    FIELDS = ("token_ids", "seed", "max_tokens", "request_id", "cache_salt")
+    ALL_TOKENS = 0
+    PARAMETERS = {"logprobs": 0}  # noqa: RUF012  # never changed
     REQUEST_NAME = "generate-tokens-"
     STEPS = {  # noqa: RUF012  # never changed
         "generate": ("/inference/v1/generate", {}),
@@ -58,14 +60,8 @@ class VllmApi(ServerApi):
         """Return the number of the server's workers."""
         return int(self._told("workers", "world_size"))
 
-    def _body(
-        self, prompt_T: Sequence[int], sampling: Sampling, parameters: Mapping[str, Any], seed: int
-    ) -> dict[str, Any]:
-        own = {"seed": seed, "top_k": sampling.cut.top_k, "max_tokens": sampling.max_new_tokens, "logprobs": 0}
-        return {"token_ids": list(prompt_T), "sampling_params": {**parameters, **own}}
-
-    def _names(self, salt: str, request_id: str, adapter: str | None) -> dict[str, Any]:
-        return {"request_id": request_id, "model": adapter or MODEL, "cache_salt": salt}
+    def _own_fields(self, adapter: str | None, *, with_routes: bool) -> dict[str, Any]:
+        return {"model": adapter or MODEL}
 
     def _read(self, answer: Any) -> Answered:
         choice = answer["choices"][0]

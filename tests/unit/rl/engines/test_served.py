@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from mcore_rl.config.optim import LoraConfig
-from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import EngineError
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.model.adapters import add_adapters
 from mcore_rl.rl.engines.base import Capabilities, Sampling
-from mcore_rl.rl.engines.served import ServedEngine, refused_sampling
+from mcore_rl.rl.engines.served import ServedEngine
 from mcore_rl.rl.engines.server_api import HttpClient, Owner, ServerApi
 from mcore_rl.rl.engines.server_process import ServerFleet
 from mcore_rl.rl.engines.sglang_api import SglangApi
@@ -106,7 +105,6 @@ def served(
             config,
             sampling=EIGHT,
             capabilities=Capabilities(max_tokens=64, routes=True, seeded=True),
-            refusal=lambda sampling: None,
             may_miss_routes=may_miss_routes,
             adapters=adapters,
         )
@@ -427,14 +425,6 @@ def test_versions_that_were_not_tried_are_refused(kind: str, version: str) -> No
             )  # type: ignore[assignment]
         with pytest.raises(EngineError, match=rf"is {kind} {version.replace('+', '.')}; tried are versions from"):
             api.refuse_untried()
-
-
-def test_logprobs_of_another_temperature_are_refused() -> None:
-    rollout = {"prompts": {"task": "arithmetic"}, "engine": {"kind": "vllm"}, "rollout": {"top_p": 0.9}}
-    cut = RlRunConfig.model_validate({"rl": rollout})
-    assert refused_sampling(cut.rl, Sampling(max_new_tokens=1, cut=Cut(top_p=0.9))) is None
-    assert refused_sampling(cut.rl, Sampling(max_new_tokens=1, cut=Cut(temperature=0.0))) is None
-    assert "one --logprobs-mode" in str(refused_sampling(cut.rl, Sampling(max_new_tokens=1, cut=Cut(temperature=0.7))))
 
 
 def test_requests_of_a_server_whose_engine_hangs_go_to_another_one_in_seconds(
