@@ -1,11 +1,13 @@
-"""The table of protocols and the worker's extension against the servers' own source, without a GPU.
+"""The table of protocols, routes and the worker's extension against the servers' own source, without a GPU.
 
 MCORE_RL_VLLM_SOURCE and MCORE_RL_SGLANG_SOURCE name the package's folder, as `pip download --no-deps` brings it:
 .../vllm and .../sglang. A test without its source is skipped.
 """
 
 import ast
+import base64
 import importlib
+import io
 import os
 import re
 import sys
@@ -15,11 +17,15 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from mcore_rl.rl.engines.protocol import PROTOCOLS, REQUIRED, SWALLOWED
+from mcore_rl.rl.engines.sglang_api import read_flat
+from mcore_rl.rl.engines.vllm_api import read_npy
+from tests.fake_server import FakeServer
 
 SOURCES = {kind: os.environ.get(f"MCORE_RL_{kind.upper()}_SOURCE") for kind in PROTOCOLS}
 ROUTES = {"vllm": "entrypoints", "sglang": "srt/entrypoints"}
@@ -117,6 +123,34 @@ def test_fields_and_defaults_of_vllms_calls_are_those_of_its_functions() -> None
             if name in defaults:
                 found = literal(defaults[name])
                 assert str(default).lower() in str(found).lower().replace("'", '"'), (path, name, found)
+
+
+def function_of(file: Path, name: str) -> Any:
+    """A function of the source alone, with what it names."""
+    (node,) = [node for node in ast.parse(file.read_text()).body if getattr(node, "name", "") == name]
+    names = {"np": np, "io": io, "pybase64": base64}
+    exec(ast.unparse(node), names)
+    return names[name]
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32"])
+def test_routes_are_read_as_vllm_writes_them(dtype: str) -> None:
+    """[prompt + output - 1, layers, K] of the smallest type that holds the experts."""
+    writes = function_of(source_of("vllm") / "utils/serial_utils.py", "numpy2base64")
+    experts_TLK = np.random.default_rng(1).integers(0, 200, (7, 3, 2)).astype(dtype)
+    assert read_npy(writes(experts_TLK)).tolist() == experts_TLK.tolist()
+
+
+def test_routes_are_read_as_sglangs_own_reader_reads_them() -> None:
+    reads = function_of(
+        source_of("sglang") / "srt/state_capturer/routed_experts.py", "extract_routed_experts_from_meta_info"
+    )
+    experts_TLK = np.random.default_rng(1).integers(0, 200, (7, 3, 2)).astype(np.int32)
+    with FakeServer(kind="sglang") as server:
+        asked = SimpleNamespace(prompt=(1, 2, 3))
+        text = server._routes(experts_TLK.astype(np.int64), 5, asked, None)  # type: ignore[arg-type]
+    assert read_flat(str(text), 7, 2).tolist() == experts_TLK.tolist()
+    assert reads({"meta_info": {"routed_experts": text}}).tolist() == experts_TLK.flatten().tolist()
 
 
 class Packs:

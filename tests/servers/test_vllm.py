@@ -9,15 +9,18 @@ from time import sleep
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from mcore_rl.config.data import DataConfig, TokenizerConfig
 from mcore_rl.config.load import dump_config
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.data.chat import Conversation
 from mcore_rl.megatron.mesh import Mesh
-from mcore_rl.rl.engines.server_api import HttpClient
+from mcore_rl.model.hf_stream import WeightStream
+from mcore_rl.rl.engines.server_api import HttpClient, ServerError
 from mcore_rl.rl.types import Problem, Prompt
 from mcore_rl.storage.checkpoints.write import save_weights
+from mcore_rl.storage.checksums import crc32_of
 from tests.conversing import END, chat_of, config_of, conversations_of, sampling, seeds_of, write_tokenizer
 from tests.generating import spelled
 from tests.servers.conftest import Figures
@@ -146,6 +149,27 @@ def test_the_probe_finds_weights_that_did_not_arrive(fault, family, server, trai
         figures[f"{family}: probe, {fault}"] = {"largest": difference.largest, "mean": difference.mean}
         assert "does not have the trainer's weights" in report.failed[server.url]
     restored(trainer, server)
+
+
+@pytest.mark.parametrize("left", ["a pause", "an update", "a part of a module"])
+def test_what_a_dead_trainer_left_is_undone_and_one_whole_push_is_right(left, family, server, trainer, tmp_path):
+    """Without abort_update the push after a part of a module is wrong, with status 200 throughout."""
+    server.api.pause()
+    if left != "a pause":
+        server.api.start_update()
+    if left == "a part of a module":
+        name = "model.layers.0.self_attn.q_proj.weight"
+        streamed = WeightStream(trainer.chunks, trainer.mesh, trainer.model)
+        (query,) = [bucket.tensors[name].clone() for bucket in streamed if name in bucket.tensors]
+        path = tmp_path / "model.safetensors"
+        save_file({name: query}, path)
+        server.api.load({"path": str(path), "crc32": crc32_of(path)})
+        with pytest.raises(ServerError, match="status 500"):
+            server.api.load({"path": str(path), "crc32": "00000000"})
+    server.api.undo_update()
+    trainer.randomize(seed=7)
+    report = trainer.push(server.api)
+    assert report.living == (server.url,) and report.probe < 2e-4
 
 
 def test_the_served_engine_keeps_the_contract_of_engines(server: VllmServer, trainer: Trainer, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from mcore_rl.model.build import build_model, local_shards
 from mcore_rl.model.hf_stream import WeightStream
 from mcore_rl.rl.engines.base import Capabilities, Sampling
 from mcore_rl.rl.engines.served import ServedEngine
-from mcore_rl.rl.engines.server_api import HttpClient, ServedCompletion, ServerApi
+from mcore_rl.rl.engines.server_api import HttpClient, Owner, ServedCompletion, ServerApi
 from mcore_rl.rl.engines.server_process import ServerFleet
 from mcore_rl.rl.engines.vllm_api import VllmApi
 from mcore_rl.rl.engines.weight_push import PushReport, WeightPush
@@ -116,7 +116,11 @@ class VllmServer:
                 start_new_session=True,
             )
         self.api = VllmApi(
-            HttpClient(self.url), vocab_size=model.vocab_size, request_timeout_s=600, update_timeout_s=600
+            HttpClient(self.url),
+            vocab_size=model.vocab_size,
+            request_timeout_s=600,
+            update_timeout_s=600,
+            owner=Owner("0123abcd", "tests"),
         )
 
     def wait(self, timeout_s: float = 900.0) -> "VllmServer":

@@ -14,7 +14,15 @@ import pytest
 
 from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.rl.engines.base import Sampling
-from mcore_rl.rl.engines.server_api import NO_VERSION, HttpClient, ServerApi, ServerError, logprobs_mode, pick_layers
+from mcore_rl.rl.engines.server_api import (
+    NO_VERSION,
+    HttpClient,
+    ServerApi,
+    ServerError,
+    logprobs_mode,
+    pick_layers,
+    without_recomputed,
+)
 from mcore_rl.rl.engines.sglang_api import SglangApi
 from mcore_rl.rl.engines.vllm_api import VllmApi
 from mcore_rl.rl.sampling import Cut
@@ -259,6 +267,16 @@ def test_routes_that_are_no_indices_are_an_error(kind: str, dtype: str, message:
     with FakeServer(kind=kind, routes_dtype=dtype) as server, pytest.raises(ServerError, match=message):
         made = api_of(server).generate((5, 6), sampling, 3, salt="v0", request_id="a")
         pick_layers(server.url, made.experts_TLK, MODEL, num_tokens=7)
+
+
+def test_after_two_updates_within_a_completion_the_rows_before_the_last_one_are_recomputed() -> None:
+    """A prompt of 4, and tokens of versions 1, 2 and 3; the token before each update enters the model after it."""
+    experts_TLK = np.arange(12 * 2 * 2, dtype=np.int32).reshape(12, 2, 2)
+    versions = (VersionSpan(1, 0, 3), VersionSpan(2, 3, 5), VersionSpan(3, 5, 9))
+    found = without_recomputed("url", experts_TLK, versions, 4, may_miss=True)
+    assert (found[: 4 + 5 - 1] == -1).all() and np.array_equal(found[8:], experts_TLK[8:])
+    with pytest.raises(ServerError, match=r"weights came after 5 tokens.*routes of 8 tokens again"):
+        without_recomputed("url", experts_TLK, versions, 4, may_miss=False)
 
 
 @pytest.mark.parametrize("left_out", [0, -1])
