@@ -369,7 +369,7 @@ MUTANTS: dict[str, tuple[str, str, Callable[[TrainState], None]]] = {
 }
 
 
-@pytest.mark.matrix("no-sum-over-etp")
+@pytest.mark.full
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_fault_fails_the_comparison(mutant: str) -> None:
     model, mesh, sabotage = MUTANTS[mutant]

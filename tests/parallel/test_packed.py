@@ -129,6 +129,7 @@ def test_packed_conversations_train_as_one_by_one(model: str, mesh: str) -> None
     assert max(errors.values()) <= (1e-6 if mesh == "1" else 1e-5), largest(errors)
 
 
+@pytest.mark.full
 def test_recomputing_packed_mtp_layers_changes_nothing() -> None:
     """Megatron 0.16 saved the lengths of the conversations, which are no tensor, for the backward pass."""
     initial, _, _ = reference("deepseek_v3-mtp")

@@ -134,7 +134,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.matrix("qwen3_next-cp2")
+@pytest.mark.full
 @pytest.mark.parametrize(("family", "mesh"), OTHERS)
 def test_routes_of_other_families_give_their_gradients(family: str, mesh: str) -> None:
     """Gated delta nets amplify sums in another order, hence their tolerance; routes and accounts are exact."""

@@ -283,6 +283,7 @@ def refusal(config: DPOConfig) -> str:
     return str(error.value)
 
 
+@pytest.mark.full
 def test_a_reference_of_another_model_is_refused(home: Path) -> None:
     config = dpo_config(home, "other")
     config = config.model_copy(

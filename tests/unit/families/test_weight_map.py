@@ -89,6 +89,7 @@ def test_the_maps_of_published_models_have_their_published_number_of_parameters(
     assert elements / 1e9 == pytest.approx(billions, rel=5e-3)
 
 
+@pytest.mark.full
 def test_the_map_of_deepseek_v3_is_proved_from_its_config_alone() -> None:
     weight_map(checked_model_from_hf(PUBLISHED["DeepSeek-V3"])).prove()
 
