@@ -22,7 +22,7 @@ from mcore_rl.errors import (
     McoreRlError,
     error_text,
 )
-from mcore_rl.storage.files import disk_error, open_standard_streams
+from mcore_rl.storage.files import limit_reached, machine_error, open_standard_streams
 
 WIDTH = 80
 """Width of the overview in columns."""
@@ -53,8 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         _drop_output()
         return PIPE_CLOSED_STATUS
-    except OSError as error:
-        explained = disk_error(error)
+    except Exception as error:
+        explained = machine_error(error)
         if explained is None:
             raise
         try:
@@ -65,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _refused(error: McoreRlError) -> int:
-    sys.stderr.write(error_text(error) + "\n")
+    text = error_text(error)
+    sys.stderr.write(f"{text}{limit_reached(text)}\n")
     return REFUSED_STATUS
 
 

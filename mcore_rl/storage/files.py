@@ -183,11 +183,14 @@ def limit_reached(text: str) -> str:
     return ""
 
 
-def disk_error(error: OSError) -> DataError | None:
-    """Return the error that the user reads in place of a disk's, a permission's or a limit's; None for others."""
-    reason = os.strerror(error.errno or 0)
+def machine_error(error: Exception) -> DataError | None:
+    """Return the error that the user reads in place of a disk's, a permission's or a limit's; None for any other."""
+    is_of_system = isinstance(error, OSError)
+    reason = os.strerror(error.errno or 0) if is_of_system else f"{type(error).__name__}: {error}".removesuffix(": ")
     if limit := limit_reached(reason):
-        return DataError(f"{error.filename or 'this process'}: {reason}{limit}.")
+        return DataError(f"{getattr(error, 'filename', None) or 'this process'}: {reason}{limit}.")
+    if not is_of_system:
+        return None
     if error.errno in FULL:
         where = "a file, or standard output" if error.filename is None else error.filename
         room = "" if error.filename is None else f" {room_at(Path(error.filename))}."

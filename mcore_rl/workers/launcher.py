@@ -167,10 +167,9 @@ def launch_local(
             first = ranks[0]
             for pipe, console in ((first.process.stdout, sys.stdout), (first.process.stderr, sys.stderr)):
                 assert pipe is not None
-                first.tees.append(
-                    threading.Thread(target=_tee, args=(pipe, console.buffer, first.log, live), daemon=True)
-                )
-                first.tees[-1].start()
+                tee = threading.Thread(target=_tee, args=(pipe, console.buffer, first.log, live), daemon=True)
+                tee.start()
+                first.tees.append(tee)
             return _wait(ranks, caught, causes, stage, live, meanwhile)
         finally:
             _end(ranks)

@@ -26,7 +26,7 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors.handlers import get_error_handler
 
 from mcore_rl.errors import HUNG_STATUS, INTERRUPTED_STATUS, REFUSED_STATUS, McoreRlError, error_text
-from mcore_rl.storage.files import disk_error, open_standard_streams
+from mcore_rl.storage.files import machine_error, open_standard_streams
 from mcore_rl.workers.failures import Failure, Order, collected_in, first_cause, note_failure, rank_failure
 from mcore_rl.workers.launcher import rank_of_launcher, world_size_of_launcher
 from mcore_rl.workers.signed_store import SignedStore, secret_of_launcher
@@ -314,7 +314,7 @@ class _Guard(AbstractContextManager[None]):
 
 def _explained(error: BaseException) -> BaseException:
     """Return the error for the user in place of a full disk's, or of a file's that may not be read or written."""
-    return (disk_error(error) if isinstance(error, OSError) else None) or error
+    return (machine_error(error) if isinstance(error, OSError) else None) or error
 
 
 def _origin(error: BaseException | None) -> int | None:

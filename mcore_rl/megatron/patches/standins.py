@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import os
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -158,9 +159,28 @@ def on_one_device(gloo: Any) -> Any:
             options = gloo._Options()
             options._devices, options._timeout = devices(), timeout
             options._threads = 2 * len(options._devices)
+            _try_threads(options._threads)
             super().__init__(store, rank, size, options)
 
     return OnOneDevice
+
+
+def _try_threads(number: int) -> None:
+    """Start so many threads and end them. RuntimeError where this process gets no more threads.
+
+    gloo's constructor would hang there for ever: it has started a thread when the next one fails, and before it reports
+    that it destroys the condition for which the first one waits. It finds the stacks of ours in the C library's cache.
+    """
+    ended = threading.Event()
+    threads = [threading.Thread(target=ended.wait, daemon=True) for _ in range(number)]
+    try:
+        for thread in threads:
+            thread.start()
+    finally:
+        ended.set()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
 
 
 def _threads() -> set[int]:

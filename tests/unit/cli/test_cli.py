@@ -1,5 +1,6 @@
 import contextlib
 import io
+import os
 import re
 import shlex
 import subprocess
@@ -46,6 +47,13 @@ def test_help_imports_neither_configs_nor_anything_that_takes_seconds():
         "sys.exit(any(name.partition('.')[0] in slow for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True).returncode == 0
+
+
+def test_a_command_without_memory_names_the_limit_and_has_no_traceback(tmp_path):
+    command = ["bash", "-c", f'ulimit -v 200000; exec "$0" -m mcore_rl.cli.cli check {tmp_path}', sys.executable]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert ". The limit `ulimit -v` is 200000: raise it, here or where" in done.stderr
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -11,7 +11,7 @@ from mcore_rl.storage.files import (
     checkpoint_errors_explained,
     create_atomically,
     delete_files,
-    disk_error,
+    machine_error,
     disk_errors_explained,
     full_disk_explained,
     make_folder,
@@ -190,7 +190,7 @@ def test_an_error_of_the_disk_names_file_reason_and_remedy_and_other_errors_are_
     def found(action):
         with pytest.raises(OSError) as caught:
             action()
-        return disk_error(caught.value)
+        return machine_error(caught.value)
 
     assert re.fullmatch(
         rf"{tmp_path}/file/a: Not a directory\. Correct the path, .* give the same command again\.",

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from mcore_rl.storage.files import disk_error
+from mcore_rl.storage.files import machine_error
 from mcore_rl.workers.failures import FAILURES, OomKills, Order, first_cause, note_failure, rank_death, rank_failure
 from tests.unit.launch.conftest import ROOT
 
@@ -65,8 +65,13 @@ def test_an_error_of_a_limit_of_the_process_names_the_limit_and_what_to_do():
         }
         for failure, (option, most) in limited.items():
             assert f". The limit `ulimit -{option}` is {most}: raise it, here or where " in failure.headline
-        explained = disk_error(OSError(errno.EMFILE, os.strerror(errno.EMFILE), "a.bin"))
+        explained = machine_error(OSError(errno.EMFILE, os.strerror(errno.EMFILE), "a.bin"))
         assert str(explained).startswith("a.bin: Too many open files. The limit `ulimit -n` is ")
+        for error in (MemoryError(), ImportError("libtorch_cpu.so: failed to map segment from shared object")):
+            explained = machine_error(error)
+            assert f"this process: {type(error).__name__}" in str(explained)
+            assert f"The limit `ulimit -v` is {1 << 35}: raise it" in str(explained)
+        assert machine_error(ValueError("boom")) is None
         assert rank_failure(0, 2, str(explained)).headline.count("ulimit") == 1
         assert "ulimit" not in rank_failure(0, 1, "ValueError: boom").headline
     finally:

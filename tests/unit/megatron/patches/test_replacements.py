@@ -1,13 +1,17 @@
 """Replacements of Megatron's functions compute what the originals do, or what these compute with waits."""
 
+import resource
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.utils import local_multi_tensor_scale
 
 from mcore_rl.megatron.patches.replacements import packed_positions, scaled_in_place
+from tests.ranks import run_ranks
 
 
 def test_a_gradient_is_clipped_where_it_is() -> None:
@@ -69,3 +73,25 @@ def test_packed_positions_are_the_rows_that_megatron_cuts(
         ]
         found = packed_positions(cu_seqlens, sum(lengths) // ranks, rank, ranks, len(table))
         assert table[found].tolist() == torch.cat(cut).tolist()
+
+
+def errors_of_groups_without_threads() -> list[str]:
+    """On a rank: why no more groups could be made, with room for the stacks of ever more threads (8 MiB each)."""
+    before, hard = resource.getrlimit(resource.RLIMIT_AS)
+    errors = []
+    for room in range(0, 48 << 20, 3 << 20):
+        taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (taken + room, hard))
+        try:
+            for _ in range(100):
+                dist.new_group()
+        except RuntimeError as error:
+            errors.append(str(error))
+        resource.setrlimit(resource.RLIMIT_AS, (before, hard))
+    return errors
+
+
+def test_a_group_whose_threads_cannot_be_started_is_an_error_and_neither_hangs_nor_aborts() -> None:
+    """gloo's constructor destroys what its first thread waits for when it cannot start the second."""
+    [errors] = run_ranks(errors_of_groups_without_threads, 1)
+    assert errors == ["can't start new thread"] * 16
