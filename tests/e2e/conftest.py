@@ -155,13 +155,18 @@ interval = 5
 )
 
 
-@pytest.fixture
-def rl_file(tmp_path: Path) -> Path:
+def write_rl_config(folder: Path) -> Path:
     """Two ranks (TP2 x EP2) that learn to end early; two updates a rollout, each of two microbatches or more, and a
     reference that is refreshed.
     """
     characters = ["<end>", *string.digits, *string.ascii_lowercase, "="]
-    save_tokenizer(tmp_path / "characters", characters, "=", splits_characters=True, eos_token="<end>")
-    path = tmp_path / "rl.toml"
-    path.write_text(RL_CONFIG.format(folder=tmp_path))
+    save_tokenizer(folder / "characters", characters, "=", splits_characters=True, eos_token="<end>")
+    path = folder / "rl.toml"
+    path.write_text(RL_CONFIG.format(folder=folder))
     return path
+
+
+@pytest.fixture
+def rl_file(tmp_path: Path) -> Path:
+    """The config of that run in `tmp_path/rl`."""
+    return write_rl_config(tmp_path)

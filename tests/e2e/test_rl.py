@@ -22,7 +22,7 @@ from mcore_rl.report.runs import read_run
 from mcore_rl.report.summary import numbers
 from mcore_rl.storage.checkpoint import OWN_ENTRY
 from mcore_rl.storage.files import NOT_WRITER
-from tests.e2e.conftest import RL_CONFIG
+from tests.e2e.conftest import RL_CONFIG, write_rl_config
 from tests.emitted import assert_emitted
 from tests.forked import CLI, run_main, succeed
 from tests.parallel.test_reward_model_runs import write_language_model
@@ -104,39 +104,82 @@ def assert_traced(samples: Sequence[dict[str, Any]], updates: Sequence[dict[str,
     assert min(ratios) == pytest.approx(min(update["policy/log_ratio_min"] for update in updates), abs=3e-4)
 
 
-@pytest.mark.matrix("one")
-@pytest.mark.parametrize(("ranks", "mesh"), [(1, ("mesh.tp=1", "mesh.ep=1")), (2, ())], ids=["one", "tp2-ep2"])
-def test_it_learns_and_killed_and_stopped_it_is_bit_equal_in_the_end(
-    ranks: int, mesh: tuple[str, ...], rl_file: Path, tmp_path: Path
+LENGTH_ALONE = (
+    *("rl.reward.parts=['regex','length']", "rl.reward.weights=[0,1]", "rl.eval.num_prompts=32"),
+    "rl.reward.regex_pattern='.{4}'",
+)
+"""Short completions are rewarded, and those of four characters are correct: the reward is against its aim."""
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The config of a run of eight rollout batches, in whose folder it is done in one go, and what it wrote."""
+    path = write_rl_config(tmp_path_factory.mktemp("learned"))
+    return path, succeed("mcore_rl.programs.rl", [path, *LENGTH_ALONE, "checkpoint.interval=none"], 2).stdout
+
+
+def over_optimised(output: str) -> list[str]:
+    """The alarms among the lines of a log."""
+    return [line for line in output.splitlines() if "the reward is over-optimised" in line]
+
+
+def test_a_reward_that_rises_while_the_held_out_accuracy_falls_alarms_in_log_and_report(
+    learned: tuple[Path, str],
 ) -> None:
-    succeed("mcore_rl.programs.rl", [rl_file, *mesh, "checkpoint.interval=none"], ranks)
-    wanted = computed(tmp_path / "rl")
+    path, output = learned
+    run = read_run(path.parent / "rl", "rl")
+    first, last = (record["eval/accuracy"] for record in run.records if "eval/accuracy" in record)
+    rewards = [record["reward/mean"] for record in run.records if "reward/mean" in record]
+    assert first > 0.4 and last < 0.1, (first, last)
+    alarm = (
+        f"the reward is over-optimised: from step 0 to 16 reward/mean rose from {statistics.fmean(rewards[:4]):.4g} to "
+        f"{statistics.fmean(rewards[4:]):.4g} while eval/accuracy fell from {first:.4g} to {last:.4g}"
+    )
+    (line,) = over_optimised(output)
+    assert line.startswith(f"warning: {alarm}")
+    assert dict(numbers([run]))["verdict"][0].partition(". ")[2].startswith(alarm)
+
+
+@pytest.mark.full
+def test_a_reward_that_rises_with_the_held_out_accuracy_does_not_alarm(rl_file: Path, tmp_path: Path) -> None:
+    """The same run, where completions of less than four characters are correct."""
+    words = [*LENGTH_ALONE, "rl.reward.regex_pattern='^.{0,3}$'", "checkpoint.interval=none"]
+    output = succeed("mcore_rl.programs.rl", [rl_file, *words], 2).stdout
+    assert not over_optimised(output) and "learned: eval/accuracy" in output.splitlines()[-1]
+    assert "over-optimised" not in dict(numbers([read_run(tmp_path / "rl", "rl")]))["verdict"][0]
+
+
+def test_it_learns_and_killed_and_stopped_it_is_bit_equal_in_the_end(learned: tuple[Path, str], tmp_path: Path) -> None:
+    rl_file, output = learned
+    straight = rl_file.parent / "rl"
+    wanted = computed(straight)
     rewards = [numbers["reward/mean"] for numbers in wanted.values() if "reward/mean" in numbers]
     assert len(rewards) == 8
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2, rewards
     assert wanted[2]["policy/kl_reference_nats"] > 0.0
-    samples = (tmp_path / "rl/samples/step_0000010.jsonl").read_text().splitlines()
+    samples = (straight / "samples/step_0000010.jsonl").read_text().splitlines()
     assert len(samples) == 32
     wanted_fields = {"prompt", "prompt_ids", "completion", "ids", "answer", "reward", "policy_version", "versions"}
     assert wanted_fields <= json.loads(samples[0]).keys()
-    ratios = computed(tmp_path / "rl", ("policy/log_ratio_max", "policy/log_ratio_min"))
+    ratios = computed(straight, ("policy/log_ratio_max", "policy/log_ratio_min"))
     assert_traced([json.loads(line) for line in samples], [ratios[11], ratios[12]])
 
     run_dir = tmp_path / "broken"
-    words = [rl_file, *mesh, f"run_dir={run_dir}"]
+    words = [rl_file, *LENGTH_ALONE, f"run_dir={run_dir}"]
     # Between the two updates of the fifth rollout batch, and in the second batch after the resume.
-    killed = run_main("tests.e2e.signalled", ["rl", "SIGKILL.update.10", *words], ranks)
+    killed = run_main("tests.e2e.signalled", ["rl", "SIGKILL.update.10", *words], 2)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert not (run_dir / "DONE").exists()
-    stopped = run_main("tests.e2e.signalled", ["rl", "SIGTERM.update.3", *words], ranks)
+    stopped = run_main("tests.e2e.signalled", ["rl", "SIGTERM.update.3", *words], 2)
     assert stopped.returncode == 0, "a clean stop is no failure"
     assert not (run_dir / "DONE").exists()
-    last = succeed("mcore_rl.programs.rl", words, ranks)
+    last = succeed("mcore_rl.programs.rl", words, 2)
     assert f"resumed from {run_dir}/checkpoints/iter_" in last.stdout
     assert f"reference policy: {run_dir}/reference/step_" in last.stdout
     assert computed(run_dir) == wanted
+    assert over_optimised(last.stdout) == over_optimised(output), "the start before is an earlier attempt's"
 
-    evaluated = succeed("mcore_rl.cli.evaluate", [rl_file, "mesh.tp=1", "mesh.ep=1"])
+    evaluated = succeed("mcore_rl.cli.evaluate", [rl_file, *LENGTH_ALONE, "mesh.tp=1", "mesh.ep=1"])
     result = json.loads(evaluated.stdout.splitlines()[-1])
     assert result["eval/reward"] == pytest.approx(wanted[16]["eval/reward"], abs=1e-6)
 
