@@ -460,7 +460,8 @@ class Checkpoints:
         self._fence.check_here()
         path = self._folder / f"{WRITING}{self._state.progress.step:07d}_{time.time_ns():x}"
         with checkpoint_errors_explained(path, "making"):
-            path.mkdir(parents=True)  # the user may delete the folder between two saves
+            self._folder.mkdir(exist_ok=True)  # the user may delete the folder between two saves
+            path.mkdir()
         return path
 
     def _failure(self, save: _Save, error: CheckpointError) -> CheckpointError:

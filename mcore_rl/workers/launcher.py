@@ -104,9 +104,11 @@ def world_size_of_launcher() -> int:
 
 def note_stage(stage: str) -> None:
     """Report TRAINING or STOPPING to `launch_local`, if it started this rank."""
-    if path := os.environ.get(STAGE_FILE):
-        Path(path).parent.mkdir(parents=True, exist_ok=True)  # the user may delete logs while they grow
-        Path(path).write_text(stage, encoding="utf-8")
+    path = Path(os.environ.get(STAGE_FILE, ""))
+    # The user may delete logs while they grow; a run's folder that was renamed is not made anew.
+    if STAGE_FILE in os.environ and path.parents[2].is_dir():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(stage, encoding="utf-8")
 
 
 def launch_local(
@@ -285,7 +287,7 @@ def _tee(pipe: IO[bytes], console: IO[bytes], log: Path, live: LiveLine) -> None
         file = opened.enter_context(log.open("ab", buffering=0))
         while chunk := os.read(pipe.fileno(), 1 << 16):
             try:
-                if is_elsewhere(file, log):
+                if is_elsewhere(file, log) and log.parents[2].is_dir():
                     log.parent.mkdir(parents=True, exist_ok=True)
                     file = opened.enter_context(log.open("ab", buffering=0))
                     _write_line(f"warning: {log} was deleted or moved: a new one begins here.")
@@ -384,7 +386,7 @@ def _wait(
                 _report(cause, ranks[cause.rank])
                 return cause.status
         elif not any(rank.is_alive for rank in ranks):
-            if signal.SIGINT in passed_on and stage.read_text(encoding="utf-8") == STOPPING:
+            if signal.SIGINT in passed_on and stage.exists() and stage.read_text(encoding="utf-8") == STOPPING:
                 _join_tees(ranks)
                 _write_line("Stopped by Ctrl-C, and saved. The same command goes on from there.")
                 return INTERRUPTED_STATUS

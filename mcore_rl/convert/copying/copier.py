@@ -75,11 +75,16 @@ def convert(conversion: Conversion, settings: CopySettings, progress: ByteProgre
         )
     with _disk_explained(conversion.final), _work_folder(conversion, settings) as (work, replaced):
         job = CopyJob(conversion=conversion, settings=settings, out=work / "out", records=work / "done")
-        run_tasks(job, workers, progress)
-        for scratch in job.out.glob(".*.tmp"):  # of a run that was killed while it wrote a small file
-            scratch.unlink()
-        conversion.finish(job.out, conversion.plan, list(job.recorded_tasks()))
-        _refuse_mixture(conversion, work)
+        refusal = run_tasks(job, workers, progress)
+        if refusal is None:
+            for scratch in job.out.glob(".*.tmp"):  # of a run that was killed while it wrote a small file
+                scratch.unlink()
+            conversion.finish(job.out, conversion.plan, list(job.recorded_tasks()))
+        if refusal := _mixture(conversion) or refusal:
+            # No resume can use these files: the next command has another source or other options.
+            shutil.rmtree(job.out)
+            _tidy(work)
+            raise refusal
         if conversion.check is not None:
             conversion.check(job.out)
         flush_to_disk(job.out)
@@ -106,14 +111,12 @@ def _disk_explained(output: Path) -> Iterator[None]:
         ) from error
 
 
-def _refuse_mixture(conversion: Conversion, work: Path) -> None:
-    changed = conversion.changed
-    if not changed:
-        return
-    shutil.rmtree(work / "out")
-    _tidy(work)
+def _mixture(conversion: Conversion) -> CheckpointError | None:
+    """Return the error where the source has changed since the conversion was planned."""
+    if not (changed := conversion.changed):
+        return None
     lines = [str(file) if file.exists() else f"{file} (gone)" for file in changed]
-    raise CheckpointError(
+    return CheckpointError(
         f"the source changed while it was converted, so that {conversion.final} would be a mixture, and is not "
         f"written:\n{listed(lines)}\nGive the command again when nothing writes there."
     )
@@ -268,9 +271,9 @@ class TaskDone:
     worker: int
 
 
-def run_tasks(job: CopyJob, workers: int, progress: ByteProgress) -> None:
-    """Run every task that has no record. Raises CheckpointError, or the disk's OSError, if a worker fails; all other
-    workers are then ended.
+def run_tasks(job: CopyJob, workers: int, progress: ByteProgress) -> McoreRlError | None:
+    """Run every task that has no record, and return the error of a worker that refuses its source, if any. Raises
+    CheckpointError, or the disk's OSError, if a worker fails. All other workers are ended in both cases.
     """
     job.records.mkdir(exist_ok=True)
     tasks = job.conversion.tasks
@@ -297,7 +300,7 @@ def run_tasks(job: CopyJob, workers: int, progress: ByteProgress) -> None:
     # Only now, as it starts a thread, which a process that forks must not have.
     progress.begin(job.conversion.title, total_bytes, total_bytes - todo_bytes)
     try:
-        _listen(processes, progress)
+        return _listen(processes, progress)
     finally:
         for process in processes.values():
             process.terminate()
@@ -313,7 +316,7 @@ def _files_in_turn(tasks: Sequence[CopyTask]) -> list[CopyTask]:
     return [task for turn in turns for task in turn if task is not None]
 
 
-def _listen(processes: dict[Connection, Any], progress: ByteProgress) -> None:
+def _listen(processes: dict[Connection, Any], progress: ByteProgress) -> McoreRlError | None:
     waiting = dict(processes)
     while waiting:
         for pipe in wait(list(waiting)):
@@ -331,8 +334,11 @@ def _listen(processes: dict[Connection, Any], progress: ByteProgress) -> None:
                 waiting.pop(pipe).join()
             elif isinstance(message, TaskDone):
                 progress.add(message.num_bytes, asdict(message))
+            elif isinstance(message, McoreRlError):
+                return message
             else:
                 raise message
+    return None
 
 
 def _work(job: CopyJob, todo: Sequence[CopyTask], next_index: Any, sender: Connection, worker: int) -> None:

@@ -29,6 +29,7 @@ from mcore_rl.rl.rewards.interface import (
 from mcore_rl.rl.rewards.rules import RULES
 from mcore_rl.rl.types import Completion, Group, Problem, Prompt, single_version
 from mcore_rl.rl.workers import FailedScore, cut
+from mcore_rl.storage.files import checkpoint_errors_explained
 
 FILE_NAME = "reward_failures.jsonl"
 """File in the run folder that records the first failure of each kind."""
@@ -113,8 +114,7 @@ class FailureReport:
             "problem": failed.problem_id,
             **failed.sample(),
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8", errors="replace") as file:
+        with checkpoint_errors_explained(path, "writing"), path.open("a", encoding="utf-8", errors="replace") as file:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 

@@ -21,7 +21,7 @@ from mcore_rl.rl.rollouts.prompts import HELD_OUT_SEED
 from mcore_rl.rl.rollouts.rollout import Rollouts, rewards_of, sample_seed
 from mcore_rl.rl.sampling import Cut
 from mcore_rl.rl.types import Completion, Group, GroupSummary, Prompt, Rollout
-from mcore_rl.storage.files import write_atomically
+from mcore_rl.storage.files import checkpoint_errors_explained, write_atomically
 
 
 def evaluate_policy(
@@ -154,11 +154,12 @@ def _conversation(completion: Completion) -> dict[str, Any]:
 
 
 def write_samples(folder: Path, step: int, samples: Sequence[Mapping[str, Any]]) -> Path:
-    """Write `folder/step_<step>.jsonl` atomically and return its path."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write `folder/step_<step>.jsonl` atomically and return its path. CheckpointError where that is not possible."""
     path = folder / f"step_{step:07d}.jsonl"
     lines = [json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n" for sample in samples]
-    write_atomically(path, "".join(lines))
+    with checkpoint_errors_explained(path, "writing"):
+        folder.mkdir(exist_ok=True)  # no parents: a run's folder that was renamed is not made anew
+        write_atomically(path, "".join(lines))
     return path
 
 

@@ -398,4 +398,5 @@ def _make_room(final: Path, writing: Path) -> None:
         raise CheckpointError(f"{final} exists. Move it away, or save to another folder")
     with checkpoint_errors_explained(writing, "making"):
         shutil.rmtree(writing, ignore_errors=True)
-        writing.mkdir(parents=True)
+        writing.parent.mkdir(exist_ok=True)  # no parents: a run's folder that was renamed is not made anew
+        writing.mkdir()

@@ -81,7 +81,7 @@ def test_an_import_of_values_that_are_not_finite_is_refused_by_the_name_of_their
     source = write_hf(tmp_path / "hf", config, changed(tensors, {name: ending_in(value)}))
     with pytest.raises(CheckpointError, match=message):
         imported(source, tmp_path / "ckpt", **options)
-    assert not (tmp_path / "ckpt/iter_0000000").exists()
+    assert not list((tmp_path / "ckpt").iterdir())
 
 
 def resaved(checkpoint: Path, folder: Path, key: str, value: float) -> Path:
@@ -106,8 +106,8 @@ def test_an_export_names_the_tensor_of_the_checkpoint(value: float, key: str, tm
     options: dict[str, Any] = {"reference": source, "dtype": "bf16" if value == 3.4e38 else "keep"}
     with pytest.raises(CheckpointError, match=rf"{re.escape(key)} has 1 values that are infinite or NaN as"):
         exported(broken, tmp_path / "out", **options)
-    if value == 3.4e38:  # the same in fp32 is written
-        exported(broken, tmp_path / "whole", reference=source)
+    if value == 3.4e38:  # the same in fp32 is written, to where nothing of the refused export is in the way
+        exported(broken, tmp_path / "out", reference=source)
         return
     with pytest.raises(CheckpointError, match=rf"{re.escape(key)} has 1 values"):
         relaid(broken, tmp_path / "again", KeyLayout("local", "each"), source)

@@ -121,7 +121,7 @@ def test_a_completion_whose_score_failed_has_no_reward_and_counts_in_no_mean(own
 
 def test_the_first_failure_of_each_kind_is_reported_with_traceback_and_sample(own_module, tmp_path):
     said = []
-    report = FailureReport(said.append, tmp_path / "run")
+    report = FailureReport(said.append, tmp_path)
     with Reward(RewardConfig(parts=(f"{own_module}:never", f"{own_module}:nan")), max_new_tokens=8) as reward:
         for answer in ("first", "second"):
             report.add(reward([text_group(answer, "given", "other")]).failures)
@@ -130,7 +130,7 @@ def test_the_first_failure_of_each_kind_is_reported_with_traceback_and_sample(ow
     for word in ("Traceback", f"{own_module}.py", "in never", "p-first", "'given'", "'first'"):
         assert word in said[0]
     assert "worker.py" not in said[0]  # frames above the function are ours
-    lines = [json.loads(line) for line in (tmp_path / "run/reward_failures.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "reward_failures.jsonl").read_text().splitlines()]
     assert [(one["part"], one["kind"]) for one in lines] == [
         (f"{own_module}:never", "raised"),
         (f"{own_module}:nan", "not_finite"),

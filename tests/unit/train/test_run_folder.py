@@ -10,6 +10,10 @@ import psutil
 import pytest
 
 from mcore_rl.errors import CheckpointError
+from mcore_rl.rl.rewards.interface import RewardInput
+from mcore_rl.rl.rewards.score import FailedPart, FailureReport
+from mcore_rl.rl.rollouts.evaluation import write_samples
+from mcore_rl.rl.workers import FailedScore
 from mcore_rl.train.run_folder import RunFolder
 from tests.ranks import run_ranks
 
@@ -126,6 +130,18 @@ def test_a_run_whose_folder_was_renamed_says_so_and_makes_no_folder_of_the_old_n
     assert message.startswith(f"{path} was renamed, moved or deleted while this run (process ")
     assert "Give the folder back its name, and start again: the run resumes from its last checkpoint" in message
     assert not path.exists()
+
+
+def test_what_a_run_writes_makes_no_folder_of_a_run_that_was_renamed(tmp_path: Path) -> None:
+    """The user could not give the folder its name back."""
+    run = tmp_path / "run"
+    scored = RewardInput(prompt="p", completion="c", answer="a", num_tokens=1, is_truncated=False, fields={})
+    failure = FailedScore(kind="raised", text="ValueError: no")
+    failed = FailedPart(part="own:score", problem_id="p", failure=failure, scored=scored)
+    for write in (lambda: write_samples(run / "samples", 1, []), lambda: FailureReport(print, run).add([failed])):
+        with pytest.raises(CheckpointError, match=rf"writing {run}/.* failed: No such file or directory"):
+            write()
+    assert not run.exists()
 
 
 def done(path: Path) -> tuple[str | None, str | None, str | None]:

@@ -42,13 +42,13 @@ def program(tmp_path, monkeypatch):
 
 
 def start_launcher(
-    tmp_path, num_ranks, imports=(), devices=(), most_bytes=resource.RLIM_INFINITY, console=subprocess.PIPE
+    tmp_path, num_ranks, imports=(), devices=(), most_bytes=resource.RLIM_INFINITY, console=subprocess.PIPE, logs="logs"
 ):
     """`launch_local` in a process of its own, to which signals can be sent; with `imports` it forks the ranks.
     `devices` are the files of accelerators of this torch, `most_bytes` what a file may have, as on a disk that is full.
     """
     settings = f"forked_rank.DEVICES = {{'__version__': {list(devices)}}}; "
-    words = f"'a_program', ['x', 'a=b'], {num_ranks}, pathlib.Path({str(tmp_path / 'logs')!r}), {list(imports)}"
+    words = f"'a_program', ['x', 'a=b'], {num_ranks}, pathlib.Path({str(tmp_path / logs)!r}), {list(imports)}"
     code = (
         f"import pathlib, resource, sys; from mcore_rl.workers import forked_rank, launcher; {settings}"
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({most_bytes}, {resource.RLIM_INFINITY})); "
@@ -368,6 +368,18 @@ def test_logs_that_are_deleted_begin_anew_and_a_run_that_trains_may_still_save(p
     log = tmp_path / "logs/rank_0.log"
     assert log.read_text() == "saved\n"
     assert f"warning: {log} was deleted or moved: a new one begins here." in errors.decode().splitlines()
+
+
+def test_logs_of_a_run_that_is_renamed_go_on_in_it_and_no_folder_of_the_old_name_is_made(program, tmp_path):
+    program(STOPPABLE.format(number=int(signal.SIGINT), stage="STOPPING") + "    print('saved')\n")
+    process = start_launcher(tmp_path, 2, logs="run/logs/0")
+    pids(tmp_path, 2)
+    time.sleep(1.0)
+    (tmp_path / "run").rename(tmp_path / "renamed")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=ENDED_WITHIN_S)
+    assert not (tmp_path / "run").exists() and (tmp_path / "saved_0").exists()
+    assert (tmp_path / "renamed/logs/0/rank_0.log").read_text() == "saved\n"
 
 
 def test_a_rank_that_fails_after_its_log_was_deleted_is_named(program, tmp_path):
