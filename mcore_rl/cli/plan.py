@@ -76,7 +76,10 @@ def main(args: argparse.Namespace) -> int:
         _write(search_lines(found, shown))
         if not shown:
             # Either the checks refuse the config, or all meshes need too much memory.
-            _check_on(config, world_size)
+            try:
+                program_of(config).check(config, world_size)
+            except ConfigError as error:
+                raise ConfigError(f"on {world_size} ranks:\n{error}") from None
             raise ConfigError(nearest_text(found))
         return 0
     plan = checked_estimate(config, world_size, place)
@@ -212,13 +215,6 @@ def checked_estimate(config: RunConfig, world_size: int, place: Place) -> Estima
             near = nearest_text(found)
         raise ConfigError(f"on {world_size} ranks:\n{error}\n{near}") from None
     return estimate(training_of(config, world_size), place)
-
-
-def _check_on(config: RunConfig, world_size: int) -> None:
-    try:
-        program_of(config).check(config, world_size)
-    except ConfigError as error:
-        raise ConfigError(f"on {world_size} ranks:\n{error}") from None
 
 
 def _world_lines(config: RunConfig, place: Place, world: int, largest: int) -> Iterator[str]:

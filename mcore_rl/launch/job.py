@@ -301,7 +301,6 @@ def render(job: JobScript) -> str:
 
 
 def _directives(job: JobScript) -> Iterator[str]:
-    """Yield the lines that sbatch reads."""
     folder = f"{job.run_dir}/<index>" if job.array else job.run_dir
     yield "#!/bin/bash -p"
     yield f"# {job.name}: {job.program}, {job.nodes} x {job.ranks_per_node} ranks."

@@ -189,15 +189,10 @@ def _why(
         cause = f"{last['cause']}; " if last.get("cause") else ""
         reasons.append(f"{last.get('why')}: {cause}{_consequence(str(last.get('then')))}")
     elif last.get("event") == "start" and not (job and job.is_alive):
-        reasons.append(_without_record(reasons))
+        status = next((reason.removeprefix("status ") for reason in reasons if reason.startswith("status ")), "")
+        meaning = f" ({MEANING[int(status)]})" if status.isdecimal() and int(status) in MEANING else ""
+        reasons.append(f"its last attempt ended without a record{meaning}: see logs/latest")
     return "; ".join(reasons)
-
-
-def _without_record(reasons: Sequence[str]) -> str:
-    """Return the end of an attempt without a record of its own, from the status that Slurm has of it."""
-    status = next((reason.removeprefix("status ") for reason in reasons if reason.startswith("status ")), "")
-    meaning = f" ({MEANING[int(status)]})" if status.isdecimal() and int(status) in MEANING else ""
-    return f"its last attempt ended without a record{meaning}: see logs/latest"
 
 
 def _health_of_servers(run: Path) -> Iterator[str]:

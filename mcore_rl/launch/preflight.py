@@ -211,7 +211,6 @@ def _is_mounted(path: Path, mounts: Sequence[str], run_dir: Path) -> bool:
 
 
 def _too_large(plan: Estimate, cluster: ClusterConfig, near: str) -> str:
-    """Return what does not fit, with the nearest meshes that do."""
     node = cluster.node
     if not plan.fits_main_memory:
         return (

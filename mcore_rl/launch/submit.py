@@ -56,8 +56,9 @@ def main(args: argparse.Namespace) -> int:
     if not plans:
         sys.stderr.write(f"{args.config}: all stages are finished; nothing is submitted\n")
         return 0
-    for plan in plans:
-        _report(plan)
+    for plan in plans:  # on standard error, so that standard output is only the script
+        for line in (*plan.checked.lines, *(f"warning: {warning}" for warning in plan.checked.warnings)):
+            sys.stderr.write(f"{plan.job.name}: {line}\n")
     code = this_code()
     if args.dry_run:
         return _show(plans, code)
@@ -206,14 +207,6 @@ def _finished(run_dir: Path, stage: TrainingStage | ConversionStage) -> str:
     if isinstance(stage, ConversionStage) and text != conversion_text(stage):
         return ""
     return text
-
-
-def _report(plan: PlannedJob) -> None:
-    """Print on standard error, so that standard output is only the script."""
-    for line in plan.checked.lines:
-        sys.stderr.write(f"{plan.job.name}: {line}\n")
-    for warning in plan.checked.warnings:
-        sys.stderr.write(f"{plan.job.name}: warning: {warning}\n")
 
 
 def _show(plans: Sequence[PlannedJob], code: Code) -> int:

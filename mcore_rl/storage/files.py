@@ -185,12 +185,12 @@ def limit_reached(text: str) -> str:
 
 def machine_error(error: Exception) -> DataError | None:
     """Return the error that the user reads in place of a disk's, a permission's or a limit's; None for any other."""
-    is_of_system = isinstance(error, OSError)
-    reason = os.strerror(error.errno or 0) if is_of_system else f"{type(error).__name__}: {error}".removesuffix(": ")
+    if not isinstance(error, OSError):
+        text = f"{type(error).__name__}: {error}".removesuffix(": ")
+        return DataError(f"this process: {text}{limit}.") if (limit := limit_reached(text)) else None
+    reason = os.strerror(error.errno or 0)
     if limit := limit_reached(reason):
-        return DataError(f"{getattr(error, 'filename', None) or 'this process'}: {reason}{limit}.")
-    if not is_of_system:
-        return None
+        return DataError(f"{error.filename or 'this process'}: {reason}{limit}.")
     if error.errno in FULL:
         where = "a file, or standard output" if error.filename is None else error.filename
         room = "" if error.filename is None else f" {room_at(Path(error.filename))}."

@@ -85,7 +85,9 @@ class WaitingMemory:
             storage.resize_(size)
         self._away = None
         if not self._is_scratch:
-            self._read([storage for storage, _ in away])
+            self.moved_bytes += sum(storage.nbytes() for storage, _ in away)
+            for (storage, _), copy_n in zip(away, self._host, strict=True):
+                _bytes_of(storage).copy_(copy_n, non_blocking=True)
         self.moves_s += time.perf_counter() - start_s
 
     def _write(self, storages: Sequence[UntypedStorage]) -> None:
@@ -97,11 +99,6 @@ class WaitingMemory:
             self._host = [torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned) for size in sizes]
         for storage, copy_n in zip(storages, self._host, strict=True):
             copy_n.copy_(_bytes_of(storage), non_blocking=True)
-
-    def _read(self, storages: Sequence[UntypedStorage]) -> None:
-        self.moved_bytes += sum(storage.nbytes() for storage in storages)
-        for storage, copy_n in zip(storages, self._host, strict=True):
-            _bytes_of(storage).copy_(copy_n, non_blocking=True)
 
 
 class Residence:

@@ -173,8 +173,11 @@ class OomKills:
         """Return the end of a sentence about a process that was killed: empty if memory was not the reason."""
         if self._count() <= self._before:
             return ""
-        limit = _number(self._limit)
-        most = f"the cgroup's limit is {limit / GIB:.1f} GiB, " if limit else ""
+        most = ""
+        with suppress(OSError, ValueError):  # `max` is no number
+            limit = int(self._limit.read_text(encoding="ascii"))
+            if limit < 1 << 60:  # cgroup v1's largest number means no limit
+                most = f"the cgroup's limit is {limit / GIB:.1f} GiB, "
         return f", out of memory ({most}oom_kill in {self._file})"
 
     def _count(self) -> int:
@@ -205,11 +208,3 @@ def _memory_files(root: Path) -> tuple[Path, Path]:
             if (folder / events).exists():
                 return folder / events, folder / limit
     return root / "proc/vmstat", root / "nowhere"
-
-
-def _number(path: Path) -> int | None:
-    """Return the limit in a file of a cgroup; None for `max` and for v1's largest number, which mean no limit."""
-    with suppress(OSError, ValueError):
-        value = int(path.read_text(encoding="ascii"))
-        return value if value < 1 << 60 else None
-    return None

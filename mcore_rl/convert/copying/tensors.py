@@ -391,7 +391,6 @@ def refuse_not_finite(elements: Tensor, chunk: Chunk, source: TensorSource) -> N
 
 
 def _checksum(source: TensorSource, run: ByteRun) -> int:
-    """Return the CRC-32 of a run."""
     block, crc = memoryview(bytearray(BLOCK_BYTES)), 0
     for start in range(0, run.size, BLOCK_BYTES):
         source.read(run, start, part := block[: run.size - start])
