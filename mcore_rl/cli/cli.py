@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         _drop_output()
         return PIPE_CLOSED_STATUS
-    except Exception as error:
+    except (OSError, MemoryError, ImportError, RuntimeError) as error:
         explained = machine_error(error)
         if explained is None:
             raise
