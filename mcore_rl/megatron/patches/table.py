@@ -432,6 +432,11 @@ HARMLESS_WARNINGS = (
 )
 
 
+def _uncompiled(model: Any = None, **_: Any) -> Any:
+    """Replacement for `torch.compile`, as a function and as a decorator with arguments."""
+    return model if model is not None else lambda inner: inner
+
+
 def _install() -> tuple[Found, tuple[Patch, ...]]:
     if torch.version.cuda:
         # Megatron counts on communication being queued before the computation that hides it. CUDA reads this when it
@@ -449,8 +454,7 @@ def _install() -> tuple[Found, tuple[Patch, ...]]:
     compile_ = torch.compile
     if not found.has_cuda:
         # Megatron's jit_fuser is torch.compile as it is during the import; on a CPU compiling costs more than it saves.
-        # As a function, and as a decorator with arguments.
-        torch.compile = lambda model=None, **_: model if model is not None else lambda inner: inner
+        torch.compile = _uncompiled
     importlib.import_module("megatron.core")
     importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     torch.compile = compile_
