@@ -180,7 +180,7 @@ def test_routes_of_newer_weights_at_older_tokens_are_warned_of_though_the_server
 
         def after_an_update(server: FakeServer, asked: Asked) -> None:
             """Wait for the next update."""
-            while asked.seed in seeds and asked.salt.endswith(server.version):
+            while asked.seed in seeds and asked.salt.endswith(server.version.partition("-")[0]):
                 time.sleep(0.01)
             seeds.discard(asked.seed)
 
@@ -195,7 +195,9 @@ def test_routes_of_newer_weights_at_older_tokens_are_warned_of_though_the_server
         words += ["rl.reward.length_min_tokens=11", "rl.reward.length_max_tokens=12", "rl.engine.requests=128"]
         run = run_main("mcore_rl.programs.rl", [rl_file, *SMALL, *words])
     assert run.returncode == 0, run.stderr
-    assert ("tokens that older weights sampled agree with the present weights'" in run.stdout) == computes_again
+    # vLLM keeps the routes of each step, although it computes tokens again.
+    is_warned = computes_again and kind == "sglang"
+    assert ("tokens that older weights sampled agree with the present weights'" in run.stdout) == is_warned
 
 
 @pytest.mark.full

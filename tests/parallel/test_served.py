@@ -100,7 +100,7 @@ def adapters_on_a_full_disk(config: RlRunConfig, tensors: Tensors) -> PushReport
     """On a rank: the outcome of a push of low-rank adapters that do not fit into the folder for them."""
     mesh, chunks = _with_adapters(config, tensors)
     engine = config.rl.engine
-    api: Any = SimpleNamespace(url=engine.urls[0])
+    api: Any = SimpleNamespace(url=engine.urls[0], undo_update=lambda: None)
     served = ServedAdapters(Path(engine.transport_dir))
     push = AdapterPush([api], chunks, mesh, config.model, engine, sampling_in(config), lora=config.lora, served=served)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))

@@ -71,10 +71,8 @@ PAUSES = ("abort", "wait", "keep")
 VLLM: Mapping[str, Call] = {
     "/version": _get("serve/instrumentator/basic.py"),
     "/health": _get("serve/instrumentator/health.py:218; 200 while paused, asleep, half updated or hung"),
-    "/server_info": _get("serve/dev/server_info/api_router.py:43", config_format="text"),
     "/get_world_size": _get("rl/online/api_router.py:269", include_dp=True),
     "/weight_info": _get("rl/online/api_router.py:226; answered by the thread that computes"),
-    "/is_sleeping": _get("v1/engine/core.py:1041; true for a mere pause"),
     "/pause": _query(
         "rl/online/api_router.py:31", {"mode": "abort", "clear_cache": True}, values={"mode": PAUSES}, sets=(PAUSED,)
     ),
