@@ -114,7 +114,7 @@ class HttpClient:
             raise ServerError(f"{where}: {type(error).__name__}: {error}") from None
         finally:
             with self._lock:
-                self._sockets.discard(connected)  # type: ignore[arg-type]  # None where it did not connect
+                self._sockets.discard(connected)
             connection.close()
         if response.status != 200:
             shown = text[:SHOWN_BYTES].decode(errors="replace")

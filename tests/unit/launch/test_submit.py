@@ -139,6 +139,13 @@ def test_servers_are_a_second_part_of_the_job_with_the_clusters_gpus(home, slurm
     assert "serve --port 8000" in servers and "log.project=" in servers
 
 
+def test_the_field_for_the_hosts_is_also_set_for_servers_that_the_job_starts(home, slurm, capsys):
+    words = ["--servers", "2", "--dry-run", "rl.engine.kind=vllm", "model.family=qwen3_moe"]
+    assert launch(*words, "--server-field", "log.project", recipe=RECIPE.with_name("grpo.toml"), cluster=H100) == 0
+    script = capsys.readouterr().out
+    assert "rl.engine.urls=" in script and "log.project=" in script
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
