@@ -14,6 +14,7 @@ from mcore_rl.config.load import load_config
 from mcore_rl.config.rl.rollout import NativeConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.data.packing import PackingLimits
+from mcore_rl.families import allows_te
 from mcore_rl.megatron.platform import start, stop
 from mcore_rl.megatron.schedule import run_pass
 from mcore_rl.replay.cache import RoutingCache
@@ -90,7 +91,7 @@ def update(state: TrainState, groups: Sequence[Group], rewards_PG: Tensor) -> No
 
 
 if __name__ == "__main__":
-    state = set_up(CONFIG, start(CONFIG.platform, allows_te=CONFIG.allows_te))
+    state = set_up(CONFIG, start(CONFIG.platform, allows_te=allows_te(CONFIG)))
     groups, before_PG = sample(state)
     update(state, groups, before_PG)
     sys.stdout.write(f"mean reward {before_PG.mean():.3f}, after one step {sample(state)[1].mean():.3f}\n")

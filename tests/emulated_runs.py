@@ -14,6 +14,7 @@ from mcore_rl.config.model import RopeConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig
 from mcore_rl.megatron.mesh import build_mesh, destroy_mesh
 from mcore_rl.model.transformer_config import transformer_config
+from mcore_rl.programs.open_run import open_run
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.step import NextTokenHead, train_step
 from tests.emulated_gpu import active, counted_syncs
@@ -71,6 +72,16 @@ def megatron_flags() -> dict[str, Any]:
     platform.stop()
     flags = {name: getattr(config, name) for name in MEGATRON_FLAGS}
     return flags | {"apply_rope_fusion with YaRN": of_yarn.apply_rope_fusion}
+
+
+def precision(run_dir: str) -> str:
+    """What a run with precision "auto" computes in; before it is returned, its log is printed."""
+    run = platform.decided(PretrainConfig(run_dir=run_dir, model=TINY["llama"]))
+    started = platform.start(run.platform)
+    with open_run(run, started):
+        pass
+    platform.stop()
+    return run.platform.precision
 
 
 def train(layers: str = "auto") -> dict[str, Any]:

@@ -21,7 +21,7 @@ from mcore_rl.config.run import LogConfig, PlatformConfig, PretrainConfig, RunCo
 from mcore_rl.config.sft import SFTConfig
 from mcore_rl.config.toml import toml_value
 from mcore_rl.errors import ConfigError
-from mcore_rl.families import family_of
+from mcore_rl.families import family_of, te_violations
 
 
 def refuse_nothing_to_evaluate(config: RunConfig) -> None:
@@ -80,7 +80,7 @@ def run_violations(config: RunConfig, world_size: int, seq_length: int, field: s
     yield from fp8_violations(model, mesh, config.platform, config.train.micro_batch, seq_length, field)
     yield from _world(mesh, model, world_size)
     yield from optimizer_violations(config.optim, config.platform, config.train.steps)
-    yield from _platform(config.platform, model)
+    yield from _platform(config.platform, model, mesh)
     yield from _overlapped_tensor_parallelism(config)
     yield from _recompute(config.platform, model, mesh)
     yield from lora_violations(
@@ -235,7 +235,7 @@ def optimizer_violations(
                 f"({field}.wsd_decay_steps={optim.wsd_decay_steps}) do not both fit before {name}={end}. "
                 "Shorten one of them."
             )
-    if optim.offload_fraction and platform.precision != "bf16":
+    if optim.offload_fraction and platform.precision == "fp32":
         yield (
             f'{field}.offload_fraction={optim.offload_fraction:g} with platform.precision="{platform.precision}": '
             "Megatron's hybrid optimizer makes fp32 weights of 16-bit ones, and cannot load a checkpoint where the "
@@ -244,7 +244,7 @@ def optimizer_violations(
     lowered = [
         name for name in ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype") if getattr(optim, name) != "fp32"
     ]
-    if lowered and platform.precision != "bf16":
+    if lowered and platform.precision == "fp32":
         yield (
             f'{field}.{lowered[0]}="bf16" with platform.precision="{platform.precision}": Megatron\'s precision-aware '
             "optimizer makes the fp32 copies of 16-bit weights itself, and would have fp32 weights twice. Set "
@@ -313,7 +313,7 @@ def _overlapped_tensor_parallelism(config: RunConfig) -> Iterator[str]:
         and not mesh.sequence_parallel,
         'platform.device="cpu" has no user buffers': platform.device == "cpu",
         'platform.layers="torch" has no user buffers': platform.layers == "torch",
-        f'platform.precision="{platform.precision}": the buffers are bf16': platform.precision != "bf16",
+        f'platform.precision="{platform.precision}": the buffers are bf16': platform.precision == "fp32",
         f'platform.fp8="{platform.fp8}": TransformerEngine takes them with some recipes only': platform.fp8 != "none",
         f"{model.family}'s latent attention has projections for which Megatron switches it off, and with them for all "
         "later layers": family_of(model).is_latent,
@@ -326,7 +326,7 @@ def _overlapped_tensor_parallelism(config: RunConfig) -> Iterator[str]:
             yield f"mesh.overlap_tp=true, but {reason}. Set it to false."
 
 
-def _platform(platform: PlatformConfig, model: ModelConfig) -> Iterator[str]:
+def _platform(platform: PlatformConfig, model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
     wants_te = {
         f'platform.fp8="{platform.fp8}"': platform.fp8 != "none",
         'platform.cross_entropy_fusion="te"': platform.cross_entropy_fusion == "te",
@@ -351,17 +351,14 @@ def _platform(platform: PlatformConfig, model: ModelConfig) -> Iterator[str]:
             'platform.batch_invariant=true with platform.layers="te": TransformerEngine chooses its kernels by the '
             'number of rows. Set platform.layers="torch".'
         )
-    by_torch = {
-        "gated delta nets are computed by torch, in chunks": "delta" in model.mixers,
-        "attention over chosen keys is computed by torch": model.indexer.top_k is not None,
-    }
-    unfit = {'platform.layers="te"': platform.layers == "te", "platform.batch_invariant=true": platform.batch_invariant}
-    for reason in (text for text, is_so in by_torch.items() if is_so):
-        for setting in (text for text, is_set in unfit.items() if is_set):
-            yield (
-                f'{setting} with model.family="{model.family}", whose {reason}. Set platform.layers="torch" and '
-                "batch_invariant=false."
-            )
+    if platform.layers == "te":
+        yield from te_violations(model, mesh, platform)
+    by_torch = {"gated delta nets": "delta" in model.mixers, "an indexer": model.indexer.top_k is not None}
+    for part in (part for part, is_there in by_torch.items() if is_there and platform.batch_invariant):
+        yield (
+            f'platform.batch_invariant=true with model.family="{model.family}", which has {part}: torch computes them '
+            "with all tokens at once. Set it to false."
+        )
     if platform.layers == "cpu" or platform.bf16_products:
         yield from _cpu_layers(platform)
     if platform.batch_invariant and (family_of(model).has_attention_sinks or model.attention_dropout):

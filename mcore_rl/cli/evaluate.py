@@ -21,6 +21,7 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import evaluation_conditions
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import CheckpointError, ConfigError
+from mcore_rl.families import allows_te
 from mcore_rl.megatron import platform as platforms
 from mcore_rl.megatron.mesh import Mesh, build_mesh, seed_ranks
 from mcore_rl.megatron.platform import Platform
@@ -55,6 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 def evaluate(config: RlRunConfig) -> None:
     """Collective over the ranks that a launcher started: answer the held-out prompts; rank 0 prints one JSON line."""
+    config = platforms.decided(config)
     check_rl(config, world_size_of_launcher())
     refuse_nothing_to_evaluate(config)
     prompts = load_prompts(config)
@@ -78,6 +80,7 @@ def evaluate(config: RlRunConfig) -> None:
 
 def evaluate_reward_model(config: RewardModelConfig) -> None:
     """Collective over the ranks that a launcher started: score all pairs of data.valid; rank 0 prints one JSON line."""
+    config = platforms.decided(config)
     check_rm(config, world_size_of_launcher())
     refuse_nothing_to_evaluate(config)
     valid = load_preferences(config).valid
@@ -114,7 +117,7 @@ def _loaded(
     source = checkpoint_to_evaluate(config.checkpoint.load, config.run_dir, tokenizer, config.model)
     config = with_stored_adapters(config, source)
     settings = config.platform.model_copy(update={"recompute": "none"})
-    platform = platforms.start(settings, allows_te=config.allows_te)
+    platform = platforms.start(settings, allows_te=allows_te(config))
     mesh = build_mesh(config.mesh, config.platform.timeout_s)
     seed_ranks(config.train.seed)
     allowed = config.checkpoint.allow_changes

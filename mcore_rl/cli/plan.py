@@ -59,6 +59,7 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.config} is a config of {kind}, which trains nothing. Give it to {READERS[kind]}.")
     config = load_run_config(PROGRAMS[kind].config, args.config, args.overrides)
     cluster = _cluster(args)
+    config = config.decided(is_cuda=cluster.node.gpus > 0)
     place = place_of(
         cluster, server_nodes=args.server_nodes, completion_tokens=args.completion_tokens, imbalance=args.imbalance
     )

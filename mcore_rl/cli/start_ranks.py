@@ -66,7 +66,7 @@ def prepare(config: RunConfig, ranks: int, *, trains: bool) -> None:
         [
             *absent_inputs(inputs_of(config)),
             *(absent_packages(config.log) if trains else ()),
-            *local_memory_violations(training_of(config, ranks), trains=trains),
+            *local_memory_violations(training_of(config.decided(is_cuda=False), ranks), trains=trains),
         ]
     )
     # Before the import, which takes long.

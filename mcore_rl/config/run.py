@@ -2,7 +2,7 @@
 
 from functools import cached_property
 from math import lcm
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -25,8 +25,9 @@ class PlatformConfig(Section):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the tensors; `auto`: CUDA if there is a GPU, else the CPU."""
-    precision: Literal["bf16", "fp32"] = "fp32"
-    """Number format of weights and activations; gradients and optimizer state are fp32 with both."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """Number format of weights and activations; gradients and optimizer state are fp32 with both. `auto`: bf16 on GPUs,
+    fp32 on CPUs; a run that resumes keeps the format it began with."""
     layers: Literal["auto", "te", "torch", "cpu"] = "auto"
     """Implementation of the layers; `te`: TransformerEngine's; `torch`: this package's, of torch's functions, on GPUs
     and CPUs; `cpu`: the same compiled for a CPU, in fp32, from C++ files that the first run builds in the user's cache.
@@ -74,6 +75,14 @@ class PlatformConfig(Section):
     `none`: always all."""
     timeout_s: Seconds = 600.0
     """Seconds that a collective of any group may wait; a longer wait ends the run."""
+
+    def decided(self, *, is_cuda: bool) -> Self:
+        """Return the section with a `precision` other than "auto", for ranks on GPUs or on CPUs. Until it is decided,
+        nothing that depends on it is refused.
+        """
+        return (
+            self if self.precision != "auto" else self.model_copy(update={"precision": "bf16" if is_cuda else "fp32"})
+        )
 
     @cached_property
     def fp8_multiple(self) -> int:
@@ -216,6 +225,10 @@ class RunConfig(Section):
     """Whether the routers' choices are read or imposed, which a fused kernel hides; true in reinforcement learning."""
     trains_mtp: ClassVar[bool] = True
     """Whether passes go through the multi-token-prediction layers; false in reinforcement learning."""
+
+    def decided(self, *, is_cuda: bool) -> Self:
+        """Return the config with `platform.precision` decided, for ranks on GPUs or on CPUs."""
+        return self.model_copy(update={"platform": self.platform.decided(is_cuda=is_cuda)})
 
     @cached_property
     def packed_length(self) -> int:

@@ -1,12 +1,15 @@
 """Model families, a file for each kind of architecture, and functions that look up a model's family."""
 
 import importlib
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import ValidationError
 
 from mcore_rl.config.extension import is_extension, load_extension
+from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.run import PlatformConfig, RunConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.families.config_json import LIST, OBJECT, HfConfig, check_types, common_to_hf
 from mcore_rl.families.family import Family
@@ -68,6 +71,41 @@ def family_named(name: str) -> Family:
             f'model.family="{name}" is not a subclass of mcore_rl.families.family.Family. Name the class.'
         )
     return family()
+
+
+def te_violations(model: ModelConfig, mesh: MeshConfig, platform: PlatformConfig) -> Iterator[str]:
+    """Yield a sentence for each reason why Megatron's layers by TransformerEngine cannot compute a model; its own rules
+    for attention are those of get_attention_backend in version 2.20 (docs/gpu.md has them as a table).
+    """
+    family, moe, mla = family_of(model), model.moe, model.mla
+    best, window = family.own_group_score(model), model.sliding_window
+    by = f"{moe.top_k // (moe.top_groups or 1)} (model.moe.top_k={moe.top_k}, model.moe.top_groups={moe.top_groups})"
+    norms = f"model.mla.norm_eps={mla.norm_eps} and model.norm_eps={model.norm_eps}"
+    # Of its attentions only cuDNN's, in 16 bits, and those of flash-attn, which need not be installed, do this.
+    passed, is_passed = f"keys and values passed around the mesh.cp={mesh.cp} ranks", mesh.cp > 1
+    reasons = {
+        "norms the queries and the keys of all heads at once": family.has_full_qk_norm,
+        "has gated delta nets": "delta" in model.mixers,
+        "attends to keys that an indexer chooses": model.indexer.top_k is not None,
+        f"ranks a group of experts by its best {best}, not by its best {by}": best is not None,
+        f"has norms with two epsilons, {norms}": family.is_latent and mla.norm_eps != model.norm_eps,
+        f"has attention sinks, with {passed}": family.has_attention_sinks and is_passed,
+        f"has a window (model.sliding_window={window}), with {passed}": window is not None and is_passed,
+        f'is in platform.precision="fp32", with {passed}': platform.precision == "fp32" and is_passed,
+    }
+    for reason in (reason for reason, holds in reasons.items() if holds):
+        yield (
+            f"{model.family} {reason}: Megatron's layers by TransformerEngine do not compute this. Set "
+            'platform.layers="torch".'
+        )
+
+
+def allows_te(config: RunConfig) -> bool:
+    """Return whether `platform.layers` = "auto" may choose TransformerEngine: its layers compute the model, and the
+    program needs no others. No GPU has shown yet that it computes attention sinks right.
+    """
+    reasons = te_violations(config.model, config.mesh, config.platform)
+    return config.allows_te and not family_of(config.model).has_attention_sinks and not any(reasons)
 
 
 def all_families() -> dict[str, Family]:

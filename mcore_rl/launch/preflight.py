@@ -47,6 +47,7 @@ class Checked:
 
 def check_training(config: RunConfig, cluster: ClusterConfig, nodes: int, allowances: Allowances) -> Checked:
     """Check a training on `nodes` nodes of `cluster`; ConfigError lists everything that is wrong."""
+    config = config.decided(is_cuda=cluster.node.gpus > 0)
     per_node, run_dir = cluster.node.ranks_per_node, Path(config.run_dir)
     world = nodes * per_node
     try:

@@ -2,23 +2,28 @@
 
 import datetime
 import os
+import tomllib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Literal
+from pathlib import Path
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_rl.config.run import PlatformConfig
+from mcore_rl.config.run import PlatformConfig, RunConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron import batch_invariant
 from mcore_rl.megatron.compiled import BuildError, build_id, library
 from mcore_rl.megatron.kernels import KERNEL, has_kernel
 from mcore_rl.megatron.patches.table import FOUND  # first: torch and Megatron are patched
-from mcore_rl.storage.checkpoint import megatron_version
+from mcore_rl.storage.checkpoint import megatron_version, saved_steps
 from mcore_rl.workers import flight_recorder
 from mcore_rl.workers.launcher import rank_of_launcher, world_size_of_launcher
+
+R = TypeVar("R", bound=RunConfig)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +54,11 @@ class Platform:
         return replace(self, layers="torch", build="", reason=reason)
 
     @property
+    def precision(self) -> Literal["bf16", "fp32"]:
+        """The numeric type by its name in a config."""
+        return "bf16" if self.dtype == torch.bfloat16 else "fp32"
+
+    @property
     def is_cuda(self) -> bool:
         """Whether tensors live on a GPU."""
         return self.device.type == "cuda"
@@ -66,11 +76,23 @@ class Platform:
         adam = f"{adam_package()}'s fused Adam"
         packs = self.is_cuda and self.layers == "torch" and has_kernel()
         return (
-            f"{self.world_size} x {name}, {'NCCL' if self.is_cuda else 'gloo'}, {self.dtype}, "
+            f"{self.world_size} x {name}, {'NCCL' if self.is_cuda else 'gloo'}, {self.precision}, "
             f"{layers} layers{rounded}, {adam}, torch {torch.__version__}, megatron-core {megatron_version()}"
             + (f", no compiled layers ({self.reason})" if self.reason else "")
             + (f", packed sequences by {KERNEL}" if packs else "")
         )
+
+
+def decided(config: R) -> R:
+    """Return the config of a rank of this machine with `platform.precision` decided: as the run began that has saved
+    anything, else by the device.
+    """
+    run_dir = Path(config.run_dir)
+    if config.platform.precision == "auto" and saved_steps(run_dir / "checkpoints"):
+        with suppress(OSError, ValueError, KeyError):  # absent, damaged, or of a version without the field
+            began = tomllib.loads((run_dir / "config.toml").read_text(encoding="utf-8"))["platform"]["precision"]
+            return config.decided(is_cuda=began == "bf16")
+    return config.decided(is_cuda=config.platform.device != "cpu" and torch.cuda.is_available())
 
 
 def start(config: PlatformConfig, *, allows_te: bool = True) -> Platform:
@@ -101,7 +123,7 @@ def start(config: PlatformConfig, *, allows_te: bool = True) -> Platform:
     build, reason = compiled_layers(config, world_size) if device_type == "cpu" else ("", "")
     return Platform(
         device=device,
-        dtype=torch.bfloat16 if config.precision == "bf16" else torch.float32,
+        dtype=torch.bfloat16 if config.decided(is_cuda=device_type == "cuda").precision == "bf16" else torch.float32,
         layers="cpu" if build else layers,
         rank=rank,
         local_rank=local_rank,

@@ -14,8 +14,8 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.config.speed import Kernel, Machine, SpeedFlags, speed_flags
 from mcore_rl.errors import ConfigError
-from mcore_rl.families import family_of
-from mcore_rl.families.family import Family, yarn
+from mcore_rl.families import family_of, te_violations
+from mcore_rl.families.family import yarn
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.patches.found import has_module
 from mcore_rl.megatron.platform import Platform
@@ -37,8 +37,8 @@ def transformer_config(
 ) -> TransformerConfig:
     """Return the config of this rank's chunks, for a checked run; ConfigError for layers that it lacks."""
     family = family_of(model)
-    if platform.layers == "te":
-        _refuse_without_our_layers(model, family)
+    if platform.layers == "te" and (reasons := list(te_violations(model, mesh.config, settings))):
+        raise ConfigError(reasons[0])
     arguments = (
         _common(model)
         | family.architecture(model)
@@ -69,35 +69,6 @@ def transformer_config(
         for name, value in yarn(model).items():
             setattr(config, name, value)
     return config
-
-
-def _refuse_without_our_layers(model: ModelConfig, family: Family) -> None:
-    if family.has_full_qk_norm:
-        raise ConfigError(
-            f"{model.family} norms the queries and the keys of all heads at once, which Megatron's layers by "
-            'TransformerEngine do not. Set platform.layers="torch".'
-        )
-    if "delta" in model.mixers:
-        raise ConfigError(
-            f"{model.family} has gated delta nets, which Megatron's layers by TransformerEngine do not. Set "
-            'platform.layers="torch".'
-        )
-    if model.indexer.top_k is not None:
-        raise ConfigError(
-            f"{model.family} attends to keys that an indexer chooses, which Megatron's layers by TransformerEngine do "
-            'not here. Set platform.layers="torch".'
-        )
-    if best := family.own_group_score(model):
-        raise ConfigError(
-            f"{model.family} ranks a group of experts by its best {best}, Megatron's layers by TransformerEngine rank "
-            f"it by its best {model.moe.top_k // (model.moe.top_groups or 1)} (model.moe.top_k={model.moe.top_k}, "
-            f'model.moe.top_groups={model.moe.top_groups}). Set platform.layers="torch".'
-        )
-    if family.is_latent and model.mla.norm_eps != model.norm_eps:
-        raise ConfigError(
-            f"model.mla.norm_eps={model.mla.norm_eps} and model.norm_eps={model.norm_eps} differ, and "
-            'TransformerEngine\'s layers have one epsilon. Set platform.layers="torch", or make them equal.'
-        )
 
 
 def _common(model: ModelConfig) -> dict[str, Any]:

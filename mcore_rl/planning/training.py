@@ -12,6 +12,7 @@ from mcore_rl.config.rl.rollout import AnyEngine
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import CheckpointConfig, PlatformConfig, RunConfig
 from mcore_rl.config.section import Store
+from mcore_rl.families import allows_te
 from mcore_rl.planning.activations import Layers, layers_of
 
 NO_ADAPTERS = LoraConfig()
@@ -155,13 +156,15 @@ class Training:
 
 
 def training_of(config: RunConfig, world_size: int) -> Training:
-    """Return a config's training on this many ranks, for which the config has passed the checks."""
+    """Return a config's training on this many ranks, for which the config has passed the checks; on GPUs, unless its
+    `platform.precision` is decided or its device is a CPU.
+    """
     trained = ModelOnRanks(name="model", model=config.model, optim=config.optim, lora=config.lora)
     return Training(
         world_size=world_size,
         mesh=config.mesh,
-        platform=config.platform,
-        layers=layers_of(config.platform, allows_te=config.allows_te),
+        platform=config.platform.decided(is_cuda=config.platform.device != "cpu"),
+        layers=layers_of(config.platform, allows_te=allows_te(config)),
         models=_models_of_rl(config, trained) if isinstance(config, RlRunConfig) else (trained,),
         freezes_router=config.freezes_router,
         seq_length=config.packed_length,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mcore_rl.checks.preferences import check_dpo
 from mcore_rl.config.preferences import DPOConfig
+from mcore_rl.families import allows_te
 from mcore_rl.megatron import platform as platforms
 from mcore_rl.megatron.agree import on_rank_zero
 from mcore_rl.model.adapters import adapters_off
@@ -48,9 +49,10 @@ def main(argv: Sequence[str]) -> int:
 def train(config: DPOConfig) -> None:
     """Collective over the ranks that a launcher started: train to the last step, or until a stop is asked for."""
     # Everything that a user can get wrong comes first, before a model costs time.
+    config = platforms.decided(config)
     check_dpo(config, world_size_of_launcher())
     data = load_preferences(config)
-    platform = platforms.start(config.platform, allows_te=config.allows_te)
+    platform = platforms.start(config.platform, allows_te=allows_te(config))
     if not is_done(config, platform):
         with open_run(config, platform) as run:
             for line in describe_preferences(data):

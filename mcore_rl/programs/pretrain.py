@@ -9,6 +9,7 @@ from mcore_rl.config.data import DataConfig
 from mcore_rl.config.run import PretrainConfig, TrainConfig
 from mcore_rl.data.index_file import unigram_entropy
 from mcore_rl.data.megatron.indexed import DataPlan, SampleCounts, build_datasets, plan_data
+from mcore_rl.families import allows_te
 from mcore_rl.megatron import platform as platforms
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.programs.open_run import is_done, open_run, run_rank
@@ -25,13 +26,14 @@ def main(argv: Sequence[str]) -> int:
 def train(config: PretrainConfig) -> None:
     """Collective over the ranks that a launcher started: pretrain to the last step, or until a stop is asked for."""
     # Everything that a user can get wrong comes first, before a model costs time.
+    config = platforms.decided(config)
     check(config, world_size_of_launcher())
     counts = sample_counts(config.data, config.train)
     plan = plan_data(
         config.data, vocab_size=config.model.vocab_size, samples=counts, evaluated_at_once=config.train.global_batch
     )
     config = config.model_copy(update={"train": with_evaluations_of(config.train, plan)})
-    platform = platforms.start(config.platform, allows_te=config.allows_te)
+    platform = platforms.start(config.platform, allows_te=allows_te(config))
     if not is_done(config, platform):
         with open_run(config, platform, orders_of(plan)) as run:
             sources = [f"data: {source.describe(plan.samples.train)}" for source in plan.sources]

@@ -16,6 +16,7 @@ from mcore_rl.config.rl.loss import SELF, DistillConfig
 from mcore_rl.config.rl_run import RlConfig, RlRunConfig
 from mcore_rl.data.tokenizer import Tokenizer
 from mcore_rl.errors import ConfigError
+from mcore_rl.families import allows_te
 from mcore_rl.megatron import platform as platforms
 from mcore_rl.megatron.agree import on_rank_zero
 from mcore_rl.metrics.metrics import Metric
@@ -50,6 +51,7 @@ def main(argv: Sequence[str]) -> int:
 def train(config: RlRunConfig) -> None:
     """Collective over the ranks that a launcher started: train to the last step, or until a stop is asked for."""
     # Everything that a user can get wrong comes first, before a model costs time.
+    config = platforms.decided(config)
     check_rl(config, world_size_of_launcher())
     if config.critic is not None and config.critic.load is not None:
         from mcore_rl.rl.models.critic import refuse_other_critic
@@ -60,7 +62,7 @@ def train(config: RlRunConfig) -> None:
         from mcore_rl.rl.step.texts import read_texts
 
         text_source = read_texts(config, prompts.chat, prompts.tokenizer.eod_id)
-    platform = platforms.start(config.platform, allows_te=config.allows_te)
+    platform = platforms.start(config.platform, allows_te=allows_te(config))
     if not is_done(config, platform):
         failed_at_start = on_rank_zero(lambda: try_reward_of(config.rl, prompts))
         teacher_sources = on_rank_zero(lambda: sources_of_teachers(config, prompts))

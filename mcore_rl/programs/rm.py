@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from mcore_rl.checks.preferences import check_rm
 from mcore_rl.config.preferences import RewardModelConfig
+from mcore_rl.families import allows_te
 from mcore_rl.megatron import platform as platforms
 from mcore_rl.programs.open_run import is_done, open_run, run_rank
 from mcore_rl.programs.preferences import data_metrics, describe_preferences, load_preferences
@@ -20,9 +21,10 @@ def main(argv: Sequence[str]) -> int:
 def train(config: RewardModelConfig) -> None:
     """Collective over the ranks that a launcher started: train to the last step, or until a stop is asked for."""
     # Everything that a user can get wrong comes first, before a model costs time.
+    config = platforms.decided(config)
     check_rm(config, world_size_of_launcher())
     data = load_preferences(config)
-    platform = platforms.start(config.platform, allows_te=config.allows_te)
+    platform = platforms.start(config.platform, allows_te=allows_te(config))
     if not is_done(config, platform):
         with open_run(config, platform) as run:
             for line in describe_preferences(data):

@@ -12,6 +12,7 @@ from mcore_rl.data.examples import read_examples
 from mcore_rl.data.packing import PackedSequences, PackingOptions, refuse_empty_sources
 from mcore_rl.data.records import SHOWN, shapes_among, warnings_among
 from mcore_rl.data.tokenizer import Tokenizer
+from mcore_rl.families import allows_te
 from mcore_rl.megatron import platform as platforms
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.programs.inputs import load_matching_tokenizer
@@ -29,13 +30,14 @@ def main(argv: Sequence[str]) -> int:
 def train(config: SFTConfig) -> None:
     """Collective over the ranks that a launcher started: fine-tune to the last step, or until a stop is asked for."""
     # Everything that a user can get wrong comes first, before a model costs time.
+    config = platforms.decided(config)
     check_sft(config, world_size_of_launcher())
     tokenizer = load_matching_tokenizer(config.data.tokenizer, config.model, config.checkpoint.load)
     packed = packed_train(config, tokenizer)
     packed_valid = packed_for_evaluation(config, tokenizer)
     no_end = no_end_of(config, tokenizer, packed)
     examples = packed.examples
-    platform = platforms.start(config.platform, allows_te=config.allows_te)
+    platform = platforms.start(config.platform, allows_te=allows_te(config))
     if not is_done(config, platform):
         with open_run(config, platform) as run:
             for line in [*describe_data(packed), *([no_end] if no_end else [])]:

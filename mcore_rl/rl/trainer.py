@@ -144,7 +144,7 @@ class StepLog:
         """Whether an advantage compares a completion's reward with the rewards of its group."""
         self._load = RouterLoad(run.state.chunks) if config.model.is_moe else None
         self._flops_per_token = train_flops_by_length(config.model, config.lora)
-        self._peak_flops = peak_flops(run.state.platform.device, config.platform.precision, config.log.peak_tflops)
+        self._peak_flops = peak_flops(run.state.platform.device, run.state.platform.precision, config.log.peak_tflops)
         self._was_truncated = False
         """Whether all completions of the previous rollout batch were truncated; the warning is then not repeated."""
         self._samples: tuple[int, Sequence[Mapping[str, Any]]] | None = None

@@ -291,7 +291,7 @@ class GivenDataTrainer(Trainer):
         self._gathered_step = state.progress.step
         """Step up to which expert load, router and MTP losses have been gathered."""
         self._flops_per_token = train_flops_per_token(config.model, seq_length, config.lora)
-        self._peak_flops = peak_flops(state.platform.device, config.platform.precision, config.log.peak_tflops)
+        self._peak_flops = peak_flops(state.platform.device, state.platform.precision, config.log.peak_tflops)
 
     def _log_step(
         self, report: StepReport, metrics: Sequence[Metric], *, num_samples: int, num_tokens: int, step_s: float

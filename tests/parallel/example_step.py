@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from examples.grpo_step import CONFIG, PROMPTS, first_half, sample, update
+from mcore_rl.families import allows_te
 from mcore_rl.megatron.platform import start
 from mcore_rl.programs.open_run import open_run
 from mcore_rl.rl.engines.base import Sampling
@@ -46,7 +47,7 @@ def weights(state: TrainState) -> dict[str, Tensor]:
 
 def step_of_example() -> tuple[dict[str, Tensor], dict[str, Tensor], Sequence[float]]:
     """On a rank: weights before and after the example's step, and the mean rewards before and after it."""
-    state = set_up(CONFIG, start(CONFIG.platform, allows_te=CONFIG.allows_te))
+    state = set_up(CONFIG, start(CONFIG.platform, allows_te=allows_te(CONFIG)))
     initial = weights(state)
     groups, before_PG = sample(state)
     update(state, groups, before_PG)
@@ -58,7 +59,7 @@ def step_of_trainer(folder: Path) -> dict[str, Tensor]:
     part = CONFIG.rl.reward.model_copy(update={"parts": (f"{__name__}:reward",)})
     rl = CONFIG.rl.model_copy(update={"reward": part})
     config = CONFIG.model_copy(update={"rl": rl, "run_dir": str(folder)})
-    platform = start(config.platform, allows_te=config.allows_te)
+    platform = start(config.platform, allows_te=allows_te(config))
     with open_run(config, platform) as run, Reward(config.rl.reward, max_new_tokens=12) as rewards:
         mesh = run.state.mesh
         rollouts = Rollouts(

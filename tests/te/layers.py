@@ -12,6 +12,7 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig
 from mcore_rl.errors import ConfigError
+from mcore_rl.families import family_of
 from mcore_rl.megatron.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks
 from mcore_rl.megatron.platform import start
 from mcore_rl.model import hf_stream
@@ -66,6 +67,46 @@ def described(models: Mapping[str, ModelConfig]) -> dict[str, dict[Layers, Any]]
             }
             found[name][layers] = {"shards": shards, "bytes": dict(num_bytes), "modules": modules}
     return found
+
+
+def attentions(models: Mapping[str, ModelConfig], cp: int, precision: Literal["fp32", "bf16"]) -> dict[str, bool]:
+    """On the only rank: return whether TransformerEngine's own rules find an attention for each model on a Hopper,
+    where cuDNN has a kernel for all shapes and flash-attn is not installed.
+    """
+    from transformer_engine.pytorch.attention.dot_product_attention import utils
+
+    rules: Any = utils
+    rules.get_device_compute_capability, rules.get_cudnn_version = lambda: (9, 0), lambda: (9, 18, 0)
+    rules._get_fused_attn_backend = lambda *_: rules.FusedAttnBackend.F16_arbitrary_seqlen.value
+    return {
+        name: any(rules.get_attention_backend(attention_of(model, cp, precision, rules))[-1])
+        for name, model in models.items()
+    }
+
+
+def attention_of(model: ModelConfig, cp: int, precision: str, rules: Any) -> Any:
+    """Return TransformerEngine's description of the first layer's attention, as Megatron calls it."""
+    family, window = family_of(model), model.sliding_window
+    mla = (model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim, model.mla.v_head_dim)
+    keys, values = mla if family.is_latent else (model.head_dim, model.head_dim)
+    return rules.AttentionParams(
+        qkv_type=Tensor,
+        qkv_dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
+        qkv_layout="sbhd_sbhd_sbhd",
+        batch_size=1,
+        num_heads=model.num_heads,
+        num_gqa_groups=model.num_heads if family.is_latent else model.num_kv_heads,
+        max_seqlen_q=64,
+        max_seqlen_kv=64,
+        head_dim_qk=keys,
+        head_dim_v=values,
+        attn_mask_type="causal",
+        window_size=(-1 if window is None else window - 1, 0),
+        softmax_type="learnable" if family.has_attention_sinks else "vanilla",
+        context_parallel=cp > 1,
+        cp_comm_type="p2p",
+        cp_size=cp,
+    )
 
 
 def exchanged(

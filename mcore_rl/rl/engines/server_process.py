@@ -106,7 +106,7 @@ def server_command(
     """
     engine = config.served
     assert engine is not None
-    dtype = served_dtype(config.platform.precision, engine)
+    dtype = served_dtype(config.platform.decided(is_cuda=on_gpu).precision, engine)
     has_base = engine.lora == "adapter"
     served = _Served(
         model=str(engine.base_model if has_base else model_folder(config.model, dtype, folder)),

@@ -2,16 +2,22 @@
 
 import os
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from mcore_rl.checks.inputs import absent_inputs, inputs_of
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.load import load_config
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.preferences import DPOConfig
 from mcore_rl.config.rl_run import RlConfig, RlRunConfig
+from mcore_rl.config.run import PlatformConfig
 from mcore_rl.config.sft import SFTConfig
 from mcore_rl.errors import ConfigError
+from mcore_rl.families import FAMILIES, allows_te, te_violations
+from tests.tiny_models import TINY
 
 GRPO = Path("tiny_moe/grpo")
 
@@ -62,6 +68,29 @@ def test_transformer_engine_trains_a_policy_without_adapters_that_servers_sample
     served = ("rl.engine.kind=vllm", "rl.engine.count=2")
     assert config(*served).allows_te and not config().allows_te and not config(*served, "lora.rank=4").allows_te
     assert load_config(SFTConfig, None).allows_te
+
+
+def test_the_page_says_of_every_family_what_transformer_engine_computes() -> None:
+    """The two columns of attention are what its own function answers (tests/te/test_layers.py)."""
+    page = (Path(__file__).parents[3] / "docs" / "gpu.md").read_text(encoding="utf-8")
+    table = page.partition("<!-- families by TransformerEngine -->")[2].partition("<!-- end -->")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.strip().splitlines()[2:]]
+    told = {name: cells for names, *cells in rows for name in names.split(", ")}
+    assert told.keys() - {"all others"} < FAMILIES.keys()
+    for name in FAMILIES:
+        model = TINY[name].model_copy(update={"norm_eps": TINY[name].mla.norm_eps})
+
+        def answer(cp: int, precision: Literal["bf16", "fp32"], model: ModelConfig = model) -> str:
+            reasons = te_violations(model, MeshConfig(cp=cp), PlatformConfig(precision=precision))
+            return "refused" if any(reasons) else "yes"
+
+        found = [answer(1, "fp32"), answer(2, "bf16"), answer(2, "fp32")]
+        assert answer(1, "bf16") == found[0]
+        auto = "te" if allows_te(SFTConfig(model=model)) else "torch"
+        assert [*found, auto] == told.get(name, told["all others"]), name
+    # What is not there in fp32 over context-parallel ranks is not chosen there either.
+    in_fp32 = SFTConfig(mesh=MeshConfig(cp=2), platform=PlatformConfig(precision="fp32"))
+    assert allows_te(SFTConfig(mesh=MeshConfig(cp=2))) and not allows_te(in_fp32)
 
 
 def test_teachers_and_texts_that_are_not_there_are_named_with_the_other_files() -> None:

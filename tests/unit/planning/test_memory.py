@@ -328,7 +328,7 @@ def test_a_checkpoint_has_weights_and_three_fp32_numbers_for_each(precision, byt
 
 def test_a_checkpoint_of_adapters_alone_has_no_other_weights():
     adapters = 2 * 8 * ((3 * 64 + 64 + 2 * 32 + 64 + 64) + (2 * 64 + 2 * 128 + 128 + 64))
-    lora = ("lora.rank=8", "checkpoint.load=base")
+    lora = ("platform.precision=fp32", "lora.rank=8", "checkpoint.load=base")
     assert disk(*lora).checkpoint == 4 * WEIGHTS + 16 * adapters
     assert disk(*lora, "checkpoint.weights=adapters").checkpoint == 16 * adapters
 
@@ -342,8 +342,9 @@ def test_the_kept_checkpoints_are_counted_and_the_one_that_is_written(keep, inte
 
 
 def test_a_critic_is_saved_beside_the_policy():
-    plain = disk(cls=RlRunConfig).checkpoint
-    critic = disk("rl.advantage.kind=gae", cls=RlRunConfig).checkpoint
+    fp32 = "platform.precision=fp32"
+    plain = disk(fp32, cls=RlRunConfig).checkpoint
+    critic = disk(fp32, "rl.advantage.kind=gae", cls=RlRunConfig).checkpoint
     # One row of weights in the place of the output layer's 512, and the shift of the scores, 4 bytes.
     assert critic - plain in ((WEIGHTS - 511 * 64) * 16, (WEIGHTS - 511 * 64) * 16 + 4)
 

@@ -3,10 +3,12 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mcore_rl.config.data import TokenizerConfig
+from mcore_rl.config.load import dump_config
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import OptimConfig
@@ -15,10 +17,12 @@ from mcore_rl.config.run import CheckpointConfig, PlatformConfig, PretrainConfig
 from mcore_rl.config.sft import SFTConfig, SFTDataConfig
 from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.megatron.mesh import Mesh
-from mcore_rl.megatron.platform import Platform, start
+from mcore_rl.megatron.platform import Platform, decided, start
 from mcore_rl.metrics.attempts import this_run_attempt
 from mcore_rl.programs.open_run import changes_since_done, keep_layers, refuse_other_run
+from mcore_rl.storage.checkpoint import path_of_step
 from mcore_rl.train.run_folder import RunFolder
+from tests.emulated_machine import emulated
 from tests.finished import finish
 
 
@@ -74,6 +78,28 @@ def test_a_finished_run_of_another_model_or_tokenizer_is_refused_unless_allowed(
         assert said in str(raised.value)
     allowed = CheckpointConfig(allow_changes=("model.num_layers", "data"))
     refuse(other.model_copy(update={"checkpoint": allowed}))
+
+
+@pytest.mark.parametrize(("began", "now"), [("bf16", "bf16"), ("fp32", "fp32"), (None, "fp32")])
+def test_a_run_that_resumes_keeps_the_precision_it_began_with(tmp_path: Path, began: Any, now: str) -> None:
+    config = PretrainConfig(run_dir=str(tmp_path))
+    if began is not None:
+        of_run = config.model_copy(update={"platform": PlatformConfig(precision=began)})
+        (tmp_path / "config.toml").write_text(dump_config(of_run))
+    # A start that saved nothing began no run: it may have been on another machine.
+    assert decided(config).platform.precision == "fp32"
+    path_of_step(tmp_path / "checkpoints", 3).mkdir(parents=True)
+    assert decided(config).platform.precision == now
+    named = config.model_copy(update={"platform": PlatformConfig(precision="bf16")})
+    assert decided(named) == named
+
+
+def test_precision_auto_is_bf16_on_a_gpu_and_fp32_on_a_cpu_and_the_log_begins_with_it(tmp_path: Path) -> None:
+    done = emulated("cuda", "tests.emulated_runs:precision", str(tmp_path))
+    assert not done.returncode, done.stderr
+    first, *_, on_gpu = done.stdout.splitlines()
+    assert on_gpu == '"bf16"' and ", NCCL, bf16, " in first
+    assert decided(PretrainConfig()).platform.precision == "fp32"
 
 
 AUTO = PlatformConfig()
