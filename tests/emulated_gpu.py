@@ -327,6 +327,7 @@ def install() -> EmulatedGpu:
     distributed.is_nccl_available = functools.partial(_answer, True)
     cuda.nccl.version = functools.partial(_answer, (2, 28, 9))
     distributed.init_process_group = _gloo_for_nccl(dist.init_process_group)
+    distributed.new_group = _gloo_group(dist.new_group)
     distributed.barrier = cpu.plain_barrier(dist.barrier)
     # Compiled functions run as they are written: Megatron's jit_fuser asks for them at its import.
     anything: Any = torch
@@ -535,6 +536,13 @@ def _copied(tensor: Tensor, to_gpu: bool, non_blocking: bool) -> Tensor:
                 delattr(storage, name)
     copy.copy_(tensor, non_blocking)
     return copy
+
+
+def _gloo_group(new_group: Callable[..., Any]) -> Callable[..., Any]:
+    def create(*args: Any, backend: str | None = None, **options: Any) -> Any:
+        return new_group(*args, backend="gloo" if backend == "nccl" else backend, **options)
+
+    return create
 
 
 def _gloo_for_nccl(init: Callable[..., Any]) -> Callable[..., Any]:

@@ -32,6 +32,7 @@ def check_rl(config: RlRunConfig, world_size: int) -> None:
             *_batches(config, world_size),
             *_intervals(config),
             *_optimizers(config),
+            *_limits_of_time(config),
             *_layers(config),
             *_routers(config),
             *_evaluation(config.rl.eval, config.rl.prompts.task),
@@ -53,6 +54,24 @@ def _lengths(config: RlRunConfig) -> Iterator[str]:
             f"{rl.prompts.max_tokens} with {completion_field(rl)}={rl.max_completion_tokens}. "
             f"Raise it to {longest} or more, or shorten them."
         )
+
+
+def _limits_of_time(config: RlRunConfig) -> Iterator[str]:
+    """Check that a server is given up before the run that waits for it counts as hung."""
+    engine, train = config.served, config.train
+    if engine is None:
+        return
+    limits = (
+        ("train.hang_start_s", train.hang_start_s, "rl.engine.start_timeout_s", engine.start_timeout_s),
+        ("train.hang_s", train.hang_s, "rl.engine.request_timeout_s", engine.request_timeout_s),
+        ("train.hang_s", train.hang_s, "rl.engine.update_timeout_s", engine.update_timeout_s),
+    )
+    for name, limit_s, of_server, server_s in limits:
+        if isinstance(limit_s, float) and limit_s <= server_s:
+            yield (
+                f"{name}={limit_s:g} is not above {of_server}={server_s:g}: a run that waits for a silent server "
+                f"ends as hung before it goes on without it. Raise it, or lower {of_server}."
+            )
 
 
 def _batches(config: RlRunConfig, world_size: int) -> Iterator[str]:

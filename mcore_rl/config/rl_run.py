@@ -117,6 +117,12 @@ class RlRunConfig(RunConfig):
         return self.rl.engine.is_served and not self.lora.is_on
 
     @cached_property
+    def server_wait_s(self) -> float:
+        """Seconds of a completion and of a call of a weight update, with a minute for the rest of a step."""
+        engine = self.served
+        return 0.0 if engine is None else engine.request_timeout_s + engine.update_timeout_s + 60.0
+
+    @cached_property
     def freezes_router(self) -> bool:
         """Whether the routers are frozen."""
         return self.rl.freeze_router

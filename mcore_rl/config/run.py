@@ -138,7 +138,7 @@ class TrainConfig(Section):
     hang_s: Seconds | Literal["auto"] | None = "auto"
     """Seconds that a step (in RL: a rollout batch and its updates) may take. A run that takes longer hangs: it is
     ended, to resume from its last checkpoint; `auto`: ten times the longest step of this start, at least 300 s, and
-    `hang_start_s` for the first two steps; `none`: no limit."""
+    `hang_start_s` for the first two steps, with servers never less than these may take; `none`: no limit."""
     hang_start_s: Seconds | None = 1800.0
     """Seconds that a start may take: set-up, loading the checkpoint, reading the data; `none`: no limit."""
     hang_save_s: Seconds | None = 1800.0
@@ -250,6 +250,11 @@ class RunConfig(Section):
     def critic_steps(self) -> int:
         """Optimizer steps of the critic in the whole run."""
         return 0
+
+    @cached_property
+    def server_wait_s(self) -> float:
+        """Seconds that a step may wait for a server before it gives it up; only reinforcement learning has servers."""
+        return 0.0
 
     @cached_property
     def update_store(self) -> Store:

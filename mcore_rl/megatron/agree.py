@@ -1,7 +1,10 @@
 """Agreement of all ranks on results, decisions and errors that a single rank has found."""
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -17,6 +20,9 @@ MAX_PROBLEMS = 5
 """Problems of a rank that one message lists."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.0005, 0.1
 """Seconds between two looks at who has arrived: at first, and after a while."""
+NOTE_S, FIRST_REPORT_S = 5.0, 30.0
+"""Seconds after which a rank notes that it waits, and after which a line names the ranks that have not; each further
+line comes after twice as many."""
 
 
 def wait_for_hosts() -> None:
@@ -24,24 +30,50 @@ def wait_for_hosts() -> None:
 
     Whatever waits for a server, a reward, a disk or a user's code ends here and not within a collective, whose limit
     (`platform.timeout_s`) is for computation that all ranks do. The watchdog ends what waits too long (`train.hang_s`).
-    Signals are served meanwhile.
+    Signals are served meanwhile, and a line on stderr names the ranks that others wait for, at growing intervals.
     """
     if dist.get_world_size() == 1:
         return
     assert dist.group.WORLD is not None
-    arrival = dist.barrier(group=_patient_group(dist.group.WORLD), async_op=True)
-    pause_s = FIRST_PAUSE_S
+    patience = patience_of(dist.group.WORLD)
+    patience.num_waits += 1
+    arrival = dist.barrier(group=patience.group, async_op=True)
+    began_s, pause_s, next_s = time.monotonic(), FIRST_PAUSE_S, NOTE_S
     while not arrival.is_completed():
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, LAST_PAUSE_S)
+        if time.monotonic() - began_s > next_s:
+            with suppress(dist.DistError, RuntimeError):  # the store's host may have ended, which the barrier reports
+                patience.note() if next_s == NOTE_S else patience.report(next_s)
+            next_s = FIRST_REPORT_S if next_s == NOTE_S else 2 * next_s
     arrival.wait()  # raises where a rank has ended
 
 
+@dataclass
+class _Patience:
+    """A group of the world's ranks whose collectives wait without a limit, and how often they have waited."""
+
+    group: dist.ProcessGroup
+    num_waits: int = 0
+
+    def note(self) -> None:
+        """Note in the ranks' store that this rank waits."""
+        dist.distributed_c10d._get_default_store().set(f"waiting/{self.num_waits}/{dist.get_rank()}", "")
+
+    def report(self, waited_s: float) -> None:
+        """On the first rank that waits, name those that do not on stderr."""
+        store, ranks = dist.distributed_c10d._get_default_store(), range(dist.get_world_size())
+        absent = [rank for rank in ranks if not store.check([f"waiting/{self.num_waits}/{rank}"])]
+        if absent and set(ranks[: dist.get_rank()]) <= set(absent):
+            more = f" and {len(absent) - MAX_PROBLEMS} more" if len(absent) > MAX_PROBLEMS else ""
+            listed = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent[:MAX_PROBLEMS]))}{more}"
+            sys.stderr.write(f"rank {dist.get_rank()} has waited {waited_s:g} s for {listed}\n")
+
+
 @lru_cache(maxsize=1)
-def _patient_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Collective over the world: return a group of its ranks whose collectives wait without a limit."""
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(days=365))
-    return group
+def patience_of(world: dist.ProcessGroup) -> _Patience:
+    """Collective over the world, without patience: a start makes it while all ranks are at hand."""
+    return _Patience(dist.new_group(backend="gloo", timeout=timedelta(days=365)))
 
 
 def on_rank_zero(action: Callable[[], T]) -> T:

@@ -68,7 +68,7 @@ def build_mesh(config: MeshConfig, timeout_s: float = 600.0) -> Mesh:
         expert_model_parallel_size=config.ep,
         expert_tensor_parallel_size=config.etp,
         distributed_timeout_minutes=timeout_s / 60,  # any number of minutes will do
-        create_gloo_process_groups=True,
+        create_gloo_process_groups=False,  # for optimizers that save by way of main memory, as ours do not
     )
     if torch.cuda.is_available():
         # NCCL connects a group's ranks in its first collective: here all of them are at hand, and nothing is timed.

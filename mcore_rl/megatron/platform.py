@@ -16,6 +16,7 @@ from torch import Tensor
 from mcore_rl.config.run import PlatformConfig, RunConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron import batch_invariant
+from mcore_rl.megatron.agree import patience_of
 from mcore_rl.megatron.compiled import BuildError, build_id, library
 from mcore_rl.megatron.kernels import KERNEL, has_kernel
 from mcore_rl.megatron.patches.table import FOUND  # first: torch and Megatron are patched
@@ -120,6 +121,9 @@ def start(config: PlatformConfig, *, allows_te: bool = True) -> Platform:
         batch_invariant.switch_on(is_cuda=device_type == "cuda", is_deterministic=config.deterministic)
     if not dist.is_initialized():
         _join(device, rank, world_size, config.timeout_s)
+        if world_size > 1:
+            assert dist.group.WORLD is not None
+            patience_of(dist.group.WORLD)
     build, reason = compiled_layers(config, world_size) if device_type == "cpu" else ("", "")
     return Platform(
         device=device,

@@ -91,7 +91,9 @@ def open_run(
     extensions = load_extensions(config)
     folder = RunFolder(Path(config.run_dir))
     train = config.train
-    limits = Limits(start_s=train.hang_start_s, step_s=train.hang_s, pause_s=train.hang_save_s)
+    limits = Limits(
+        start_s=train.hang_start_s, step_s=train.hang_s, pause_s=train.hang_save_s, wait_s=config.server_wait_s
+    )
     with full_disk_explained(folder.path), Watchdog(limits, platform.rank) as watchdog:
         fence = folder.claim()
         platform, changed_layers = keep_layers(config.platform, platform, folder)

@@ -53,7 +53,9 @@ def build_optimizer(
         _be_precision_aware(settings, config)
     undecayed = ParamWithNamePredicate(name="undecayed", fn=lambda param, name: not decays(config, param, name))
     overrides = {ParamKey(with_name_predicate=undecayed): ParamGroupOverride(wd_mult=0.0)}
-    optimizer = get_megatron_optimizer(settings, list(chunks), config_overrides=overrides)
+    optimizer = get_megatron_optimizer(
+        settings, list(chunks), config_overrides=overrides, use_gloo_process_groups=False
+    )
     # If only experts are trained, Megatron chains a stub for the rest, which it cannot save or load.
     optimizer.chained_optimizers = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
     return optimizer

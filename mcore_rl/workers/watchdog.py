@@ -35,6 +35,8 @@ class Limits:
     start_s: float | None
     step_s: float | Literal["auto"] | None
     pause_s: float | None
+    wait_s: float = 0.0
+    """Seconds that one wait for a server may take, for which `auto` always leaves time."""
 
     def of(self, phase: Phase, longest_step_s: float) -> tuple[float | None, str]:
         """Return the limit of a phase, and the setting it comes from; `longest_step_s` is 0 before a step is
@@ -47,8 +49,9 @@ class Limits:
         if self.step_s != "auto":
             return self.step_s, "train.hang_s"
         if not longest_step_s:
-            return self.start_s, "train.hang_start_s, for the first two steps"
-        limit_s = max(AUTO_LEAST_S, AUTO_FACTOR * longest_step_s)
+            limit_s = None if self.start_s is None else max(self.start_s, self.wait_s)
+            return limit_s, "train.hang_start_s, for the first two steps"
+        limit_s = max(AUTO_LEAST_S, AUTO_FACTOR * longest_step_s, self.wait_s)
         return limit_s, f'train.hang_s="auto", the longest step before took {longest_step_s:.1f} s'
 
 

@@ -5,11 +5,13 @@ What the groups of a mesh cost a process on gloo, and that they end with it.
 A request to stop that reaches one rank ends all ranks after the same step.
 """
 
+import io
 import os
 import random
 import signal
 import time
 from collections import Counter
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from mcore_rl.config.data import DataConfig
 from mcore_rl.config.mesh import MeshConfig
@@ -24,12 +27,15 @@ from mcore_rl.config.run import PlatformConfig
 from mcore_rl.data.batch import BatchSource
 from mcore_rl.data.megatron.indexed import SampleCounts, build_datasets, plan_data
 from mcore_rl.errors import CheckpointError, DataError
+from mcore_rl.megatron import agree
 from mcore_rl.megatron.agree import on_every_rank, on_rank_zero, world_max, world_union
 from mcore_rl.megatron.mesh import build_mesh, destroy_mesh, seed_ranks
+from mcore_rl.megatron.patches.replacements import without_hosts
 from mcore_rl.megatron.platform import Platform, start, stop
 from mcore_rl.train.loop import StopRequest
 from mcore_rl.workers.forked_rank import STOP_SIGNALS
 from mcore_rl.workers.launcher import free_port
+from tests.fake_world import fake_rank
 from tests.ranks import run_ranks
 from tests.unit.data.test_index_file import write
 
@@ -206,6 +212,40 @@ def limits_of_groups() -> set[float]:
     return {backend.options._timeout.total_seconds() for backend in backends}
 
 
+def test_hosts_connect_on_gpus_only_for_the_groups_that_objects_travel_through() -> None:
+    """Rank 0 of 1,024: gloo connects each pair of a group; before, each group of Megatron's had it beside NCCL."""
+    config = MeshConfig(tp=8, pp=4, ep=8, dp="auto")
+    ((before, after),) = run_ranks(connections, 1, config, 1024)
+    assert after == (8 - 1) + (4 - 1) + (1024 // 32 - 1)
+    assert before > 25 * after
+
+
+def connections(config: MeshConfig, world: int) -> list[int]:
+    """On the only rank: rank 0's connections by gloo, with each group as Megatron asks for it, and as it is made."""
+    numbers, original, functions = [], parallel_state.create_group.__wrapped__, parallel_state
+    cuda: Any = torch.cuda
+    is_available, patched = cuda.is_available, parallel_state.create_group
+    for replace in (lambda create: create, without_hosts):
+        made: list[int] = []
+
+        def create(ranks: list[int], *, made: list[int] = made, **options: Any) -> Any:
+            cuda.is_available = is_available
+            made.append(0 if options.get("backend") == "nccl" else len(ranks) - 1)
+            return original(ranks, **options)
+
+        replaced = replace(create)
+
+        def on_gpus(ranks: list[int], *, create: Any = replaced, **options: Any) -> Any:
+            cuda.is_available = lambda: True
+            return create(ranks, **options)
+
+        functions.create_group = on_gpus
+        with fake_rank(config, 0, world):
+            numbers.append(sum(made))
+    functions.create_group = patched
+    return numbers
+
+
 def test_work_of_hosts_may_take_longer_than_a_collective() -> None:
     assert run_ranks(slow_hosts, 3, free_port()) == [(0, "of rank 0"), (1, "of rank 0"), (2, "of rank 0")]
 
@@ -223,6 +263,26 @@ def slow_hosts(port: int) -> tuple[int, str]:
 
     own = on_every_rank(lambda: slow(rank) if rank == 1 else rank)
     return own, on_rank_zero(lambda: slow(f"of rank {rank}"))
+
+
+def test_a_rank_that_waits_long_for_others_names_them_at_growing_intervals() -> None:
+    first, second, third = run_ranks(reported_waits, 3, free_port())
+    # Rank 1 works for 5 s, then ranks 0 and 2 do; the first of those who wait reports.
+    assert first == [f"rank 0 has waited {waited} s for rank 1" for waited in (1, 2, 4)]
+    assert second == [f"rank 1 has waited {waited} s for ranks 0, 2" for waited in (1, 2, 4)] and third == []
+
+
+def reported_waits(port: int) -> list[str]:
+    """On a rank whose waits are noted after half a second: the lines on its stderr."""
+    stop()
+    os.environ["MASTER_PORT"] = str(port)
+    start(PlatformConfig(layers="torch"))
+    agree.NOTE_S, agree.FIRST_REPORT_S = 0.5, 1.0
+    rank, told = dist.get_rank(), io.StringIO()
+    with redirect_stderr(told):
+        on_every_rank(lambda: time.sleep(5.0) if rank == 1 else None)
+        on_every_rank(lambda: time.sleep(5.0) if rank != 1 else None)
+    return told.getvalue().splitlines()
 
 
 def drawn(seed: int) -> tuple[float, float]:

@@ -334,6 +334,22 @@ def scaled_in_place(scale_tensors: Callable[..., None]) -> Callable[..., None]:
     return scale
 
 
+WITH_OBJECTS = ("TENSOR_MODEL_PARALLEL_GROUP", "PIPELINE_MODEL_PARALLEL_GROUP", "DATA_PARALLEL_GROUP_WITH_CP")
+"""Megatron's names of the groups through which objects travel, from host to host."""
+
+
+def without_hosts(create_group: Callable[..., Any]) -> Callable[..., Any]:
+    """`create_group` whose groups on GPUs have NCCL alone, except those of WITH_OBJECTS, which connect hosts too."""
+
+    @functools.wraps(create_group)
+    def create(*args: Any, backend: str | None = None, group_desc: str | None = None, **options: Any) -> Any:
+        if backend is None and group_desc not in WITH_OBJECTS and torch.cuda.is_available():
+            backend = "nccl"
+        return create_group(*args, backend=backend, group_desc=group_desc, **options)
+
+    return create
+
+
 def unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
     """`all_gather_into_tensor` or `reduce_scatter_tensor` that skips gloo's copies in a group of a single rank."""
 

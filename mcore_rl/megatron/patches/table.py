@@ -232,6 +232,13 @@ ROUTER_LOSS_PATCHES: tuple[Patch, ...] = (
 
 MODEL_PATCHES: tuple[Patch, ...] = (
     Patch(
+        symbol="megatron.core.parallel_state:create_group",
+        replace=replacements.without_hosts,
+        cause="version",
+        reason="each group inherits the world's backends, so that every host connects to the hosts of all its groups",
+        until="Megatron has an argument for the backend of a group",
+    ),
+    Patch(
         symbol="megatron.core.transformer.mla_qk_norm_config:QKNormConfigResolver._mla_fused_linear_or_default",
         replace=replacements.direct_queries_unnormed,
         versions=("0.19",),

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from mcore_rl.config.load import load_config
+from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import HUNG_STATUS
 from mcore_rl.storage.files import write_atomically
 from mcore_rl.workers.failures import FAILURES, first_cause
@@ -99,6 +101,15 @@ def test_each_phase_has_a_limit_and_that_of_a_step_follows_the_steps_before(
 ) -> None:
     limits = Limits(start_s=1800, step_s="auto", pause_s=600)
     assert limits.of(phase, longest_s) == (limit_s, setting)
+
+
+def test_a_step_has_time_to_give_up_a_server() -> None:
+    limits = Limits(start_s=600, step_s="auto", pause_s=600, wait_s=2460)
+    assert [limits.of("step", longest_s)[0] for longest_s in (0, 4, 300)] == [2460, 2460, 3000]
+    assert limits.of("start", 0)[0] == limits.of("pause", 4)[0] == 600
+    assert Limits(start_s=None, step_s="auto", pause_s=600, wait_s=2460).of("step", 0)[0] is None
+    served = load_config(RlRunConfig, None, ["rl.engine.kind=vllm", "rl.engine.count=2"])
+    assert served.server_wait_s > served.served.request_timeout_s + served.served.update_timeout_s
 
 
 def test_a_pause_between_steps_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
