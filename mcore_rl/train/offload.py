@@ -18,6 +18,49 @@ def store_on(device: torch.device, store: Store) -> Store:
     return "device" if device.type == "cpu" else store
 
 
+LEAST_PIECE_BYTES = 2**20
+"""Size below which a piece of page-locked memory is not cut further."""
+
+
+def piece_sizes(num_bytes: int) -> Iterator[int]:
+    """Yield sizes that add up to `num_bytes`, powers of two as far as `LEAST_PIECE_BYTES`: torch rounds page-locked
+    memory up to one, so that 17 GiB in one piece would take 32.
+    """
+    while num_bytes > LEAST_PIECE_BYTES:
+        piece = 1 << (num_bytes.bit_length() - 1)
+        yield piece
+        num_bytes -= piece
+    if num_bytes:
+        yield num_bytes
+
+
+class StoredBytes:
+    """Room for bytes of a device: on it, or in main memory, which is page-locked with CUDA."""
+
+    def __init__(self, num_bytes: int, store: Store, device: torch.device) -> None:
+        """Allocate it."""
+        self.num_bytes = num_bytes
+        if store == "device":
+            self._pieces = [torch.empty(num_bytes, dtype=torch.uint8, device=device)]
+        else:
+            pinned, sizes = device.type == "cuda", list(piece_sizes(num_bytes))
+            self._pieces = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
+
+    def put(self, source: Tensor) -> None:
+        """Copy the bytes of a contiguous tensor of the device into it, after the device's earlier work."""
+        for piece, part in self._parts(source):
+            piece.copy_(part, non_blocking=True)
+
+    def get(self, target: Tensor) -> None:
+        """Copy it into a contiguous tensor of the device, after the device's earlier work."""
+        for piece, part in self._parts(target):
+            part.copy_(piece, non_blocking=True)
+
+    def _parts(self, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        parts = tensor.view(-1).view(torch.uint8).split([piece.nbytes for piece in self._pieces])
+        return zip(self._pieces, parts, strict=True)
+
+
 class WaitingMemory:
     """Memory of tensors that is on the device only inside `present`.
 
@@ -48,7 +91,7 @@ class WaitingMemory:
         self._num_users = 0
         self._away: list[tuple[UntypedStorage, int]] | None = None
         """Emptied storages with their sizes; None if they are on the device."""
-        self._host: list[Tensor] = []
+        self._host: list[StoredBytes] = []
         self.moved_bytes = 0
         """Bytes copied from or to the device since the start."""
         self.moves_s = 0.0
@@ -86,19 +129,18 @@ class WaitingMemory:
         self._away = None
         if not self._is_scratch:
             self.moved_bytes += sum(storage.nbytes() for storage, _ in away)
-            for (storage, _), copy_n in zip(away, self._host, strict=True):
-                _bytes_of(storage).copy_(copy_n, non_blocking=True)
+            for (storage, _), stored in zip(away, self._host, strict=True):
+                stored.get(_bytes_of(storage))
         self.moves_s += time.perf_counter() - start_s
 
     def _write(self, storages: Sequence[UntypedStorage]) -> None:
         sizes = [storage.nbytes() for storage in storages]
         self.moved_bytes += sum(sizes)
-        if [buffer.nbytes for buffer in self._host] != sizes:
+        if [stored.num_bytes for stored in self._host] != sizes:
             self._host = []  # frees the old bytes first
-            is_pinned = self._device.type == "cuda"
-            self._host = [torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned) for size in sizes]
-        for storage, copy_n in zip(storages, self._host, strict=True):
-            copy_n.copy_(_bytes_of(storage), non_blocking=True)
+            self._host = [StoredBytes(size, "host", self._device) for size in sizes]
+        for storage, stored in zip(storages, self._host, strict=True):
+            stored.put(_bytes_of(storage))
 
 
 class Residence:

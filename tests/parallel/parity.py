@@ -139,7 +139,7 @@ def config_of(
         model=model,
         mesh=mesh,
         lora=lora or LoraConfig(),
-        platform=platform or PlatformConfig(layers="torch"),
+        platform=platform or PlatformConfig(layers="torch", precision="fp32"),
         optim=OptimConfig(lr=1e-3, schedule="constant", clip_grad=0.3, beta2=0.999, weight_decay=0.01),
         train=TrainConfig(steps=STEPS, global_batch=SEQUENCES),
     )

@@ -45,7 +45,7 @@ def run_config(
 ) -> RlRunConfig:
     """Two updates of each rollout of GROUPS prompts; `sections` of rl beside prompts and rollout."""
     return RlRunConfig(
-        platform=PlatformConfig(layers="torch"),
+        platform=PlatformConfig(layers="torch", precision="fp32"),
         model=without_router_losses(model),
         mesh=mesh,
         replay=ReplayConfig(kind=replay, max_disagreement=None),  # the random routes of R3 are like nobody's

@@ -114,7 +114,8 @@ def assert_same(ours: list[list[dict[str, float]]], theirs: list[list[dict[str, 
 def test_updates_do_not_depend_on_the_mesh(model: str, mesh: str, folder: Path, tmp_path: Path) -> None:
     model = model_of(model, mesh)
     config = config_of(model, MESHES[mesh])
-    platform = PlatformConfig(layers="torch", logits_chunk_tokens=LOGITS_CHUNKS.get(mesh, "auto"))
+    chunk = LOGITS_CHUNKS.get(mesh, "auto")
+    platform = PlatformConfig(layers="torch", precision="fp32", logits_chunk_tokens=chunk)
     config = config.model_copy(update={"platform": platform})
     assert_same(reports_of(config, model, tmp_path), alone(model, folder))
 
@@ -139,7 +140,7 @@ def test_updates_under_replayed_routes_do_not_depend_on_the_mesh(
 def test_under_r3_the_expert_bias_counts_the_engines_experts() -> None:
     """By hand from the rollout, on all axes at once: no padding counts, and recomputation counts nothing twice."""
     config = config_of("deepseek_v3", MeshConfig(cp=2, pp=2, ep=2), replay="r3")
-    config = config.model_copy(update={"platform": PlatformConfig(layers="torch", recompute="full")})
+    config = config.model_copy(update={"platform": PlatformConfig(layers="torch", precision="fp32", recompute="full")})
     initial = weights("deepseek_v3", 1)
     biases = assembled(run_ranks(expert_biases, config.mesh.smallest_world, config, initial))
     groups = rollout_of(config, 0, 1).groups

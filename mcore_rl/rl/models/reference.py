@@ -28,6 +28,7 @@ from mcore_rl.storage.checkpoint import delete, saved_steps
 from mcore_rl.storage.checkpoints.write import load_weights, save_weights
 from mcore_rl.storage.files import checkpoint_errors_explained
 from mcore_rl.train.loop import Run
+from mcore_rl.train.offload import StoredBytes
 from mcore_rl.train.state import TrainState
 
 
@@ -73,7 +74,8 @@ class Reference:
         self._mesh, self._model, self._folder, self._checkpoints = mesh, model, folder, checkpoints
         settle_weights(self.chunks)
         self._store, self._shares_base, self._base = store, shares_base, base
-        self._weights = [self._copy(tensor) for tensor in self._tensors()]
+        self._weights = [StoredBytes(tensor.nbytes, store, tensor.device) for tensor in self._tensors()]
+        self._keep()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -88,8 +90,7 @@ class Reference:
     def set(self, step: int) -> None:
         """Make the current policy the reference from `step` on, and save it for resumed runs."""
         settle_weights(self.chunks)
-        for stored, tensor in zip(self._weights, self._tensors(), strict=True):
-            stored.copy_(tensor.detach())
+        self._keep()
         # A run that is killed after this and resumes from an earlier step gets here again.
         on_rank_zero(partial(_delete_from, self._folder, step))
         save_weights(self.chunks, self._mesh, self._model, self._folder / _name(step), self._base)
@@ -105,21 +106,20 @@ class Reference:
     @property
     def waiting_bytes(self) -> WaitingBytes:
         """Bytes of the reference's weights on this rank."""
-        return WaitingBytes(**{self._store: sum(tensor.nbytes for tensor in self._weights)})
+        return WaitingBytes(**{self._store: sum(stored.num_bytes for stored in self._weights)})
 
-    def _copy(self, tensor: Tensor) -> Tensor:
-        if self._store == "device":
-            return tensor.detach().clone()
-        copy = tensor.detach().to("cpu", copy=True)
-        return copy.pin_memory() if tensor.is_cuda else copy
+    @torch.no_grad()
+    def _keep(self) -> None:
+        for stored, tensor in zip(self._weights, self._tensors(), strict=True):
+            stored.put(tensor)
 
     @torch.no_grad()
     def _swap(self) -> None:
         # One tensor at a time, so that no second set of weights is on the device.
         for stored, tensor in zip(self._weights, self._tensors(), strict=True):
             other = tensor.detach().clone()
-            tensor.copy_(stored)
-            stored.copy_(other)
+            stored.get(tensor)
+            stored.put(other)
 
     def _tensors(self) -> Iterator[Tensor]:
         """Yield the weights, and the buffers that affect the output: the routers' expert biases."""

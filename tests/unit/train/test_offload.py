@@ -2,16 +2,33 @@
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.train.offload import WaitingMemory
+from mcore_rl.train.offload import StoredBytes, WaitingMemory, piece_sizes
 
 CPU = torch.device("cpu")
 
 
 def nbytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 2**20, 2**20 + 1, 5 * 2**20 + 3, 17 * 2**30, 17 * 2**30 + 12_345_678])
+def test_page_locked_memory_is_cut_so_that_torch_rounds_up_less_than_a_mebibyte(num_bytes: int) -> None:
+    sizes = list(piece_sizes(num_bytes))
+    # torch's allocator of page-locked memory takes the next power of two for each piece.
+    taken = sum(1 << (size - 1).bit_length() for size in sizes)
+    assert sum(sizes) == num_bytes <= taken < num_bytes + 2**20
+
+
+def test_bytes_in_pieces_come_back_as_they_were() -> None:
+    source, target = torch.randn(700_001, dtype=torch.float64), torch.zeros(700_001, dtype=torch.float64)
+    stored = StoredBytes(source.nbytes, "host", CPU)
+    stored.put(source)
+    stored.get(target)
+    assert torch.equal(source, target) and stored.num_bytes == 8 * 700_001
 
 
 def test_bytes_leave_and_come_back_under_the_views_of_them() -> None:
