@@ -32,7 +32,7 @@ STEPS = {
     "slice": 150,
     "rl": 90,
     "conversion": 30,
-    "extras": 30,
+    "extras": 60,
     "ranks": 60,
 }
 """Steps in order of worth, with the most seconds that each may take."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -62,6 +62,8 @@ LOGIT_TOLERANCE = 1e-4
 """Largest difference of a logit in fp32 from transformers on the CPU, where logits are of the size of 1."""
 BF16_TOLERANCE = 2e-2
 """Relative difference of losses between bf16 and fp32 over five steps."""
+FIELD = {"Qwen3-30B-A3B on H100, stock recipe": 240, "Qwen3-30B-A3B on H100, tuned, balance forced": 299}
+"""TFLOP/s that others have published for the whole model, beside which the speed of `slice` is shown."""
 PACKED_CASES: dict[str, dict[str, Any]] = {
     "causal": {},
     "window 7": {"window": 7},
@@ -172,10 +174,10 @@ def reference(on: Machine) -> Outcome:
     return Outcome(summary="", figures={"fp32": five_steps(on, "fp32")})
 
 
-def five_steps(on: Machine, precision: str) -> dict[str, Any]:
+def five_steps(on: Machine, precision: str, layers: str = "torch") -> dict[str, Any]:
     """Return losses and gradient norms of five Adam steps from the weights that transformers' model has."""
     theirs = oracle("qwen3_moe")
-    settings = PlatformConfig.model_validate({"precision": precision, "layers": "torch"})
+    settings = PlatformConfig.model_validate({"precision": precision, "layers": layers})
     state = set_up_again(parity.config_of(theirs.ours, MeshConfig(), settings), platform.start(settings))
     copy_in(state.chunks, to_global(theirs.tensors, theirs.ours))
     state.optimizer.reload_model_params()
@@ -208,9 +210,16 @@ def logit_difference(on: Machine, case: str) -> float:
     return float((ours.cpu() - theirs.logits(tokens_BS)).abs().max())
 
 
-def logits(on: Machine, model: ModelConfig, weights: dict[str, Tensor], tokens_BS: Tensor) -> Tensor:
+def logits(
+    on: Machine,
+    model: ModelConfig,
+    weights: dict[str, Tensor],
+    tokens_BS: Tensor,
+    layers: Literal["torch", "te"] = "torch",
+    precision: Literal["bf16", "fp32"] = "fp32",
+) -> Tensor:
     """Return our logits `[B, S, V]`."""
-    settings = PlatformConfig(layers="torch")
+    settings = PlatformConfig(layers=layers, precision=precision)
     chunk = build_model(model, on.mesh, platform.start(settings), settings)[0].eval()
     copy_in([chunk], weights)
     positions_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS).to(on.device)
@@ -439,6 +448,8 @@ def slice(on: Machine) -> Outcome:  # the step's name
     rows, length, repeats = (8, 4096, 3) if on.is_large else (1, 64, 1)
     on.keep("rows", rows)
     on.keep("length", length)
+    on.keep("field", FIELD)
+    peak = known_peak_tflops(torch.cuda.get_device_name(on.device), "bf16") if on.is_gpu else None
     ways: dict[str, Callable[[], Callable[[], Any]]] = {"ours": lambda: our_step(on, model, rows, length)}
     ways["transformers"] = lambda: transformers_step(on, model, rows, length, compiled=False)
     if has_module("transformer_engine") and on.is_gpu:
@@ -456,12 +467,13 @@ def slice(on: Machine) -> Outcome:  # the step's name
             if name == "ours":
                 raise
             on.keep(name, {"error": f"{type(error).__name__}: {error}"[:500]})
+            on.wrong.append(f"{name} failed: {type(error).__name__}: {error}"[:300])
             if on.is_gpu:
                 torch.cuda.empty_cache()
             continue
         tflops = used * length * train_flops_per_token(model, length) / seconds / 1e12
         speed = {"step_s": seconds, "tflops": round(tflops, 2), "tokens_per_s": used * length / seconds}
-        on.keep(name, speed)
+        on.keep(name, speed | ({"mfu": tflops / peak} if peak else {}))
         if on.is_gpu:
             torch.cuda.empty_cache()
     speeds = {
@@ -497,7 +509,7 @@ def megatron_layers() -> Iterator[None]:
 
     from mcore_rl.model import build
 
-    def local_spec(config: Any, *, te: bool, vp_stage: int | None) -> Any:
+    def local_spec(config: Any, *, vp_stage: int | None) -> Any:
         config.normalization, config.moe_grouped_gemm = "RMSNorm", False
         return get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
 
@@ -556,9 +568,14 @@ def rl(on: Machine) -> Outcome:
     sampling = Sampling(max_new_tokens=answer)
     rates, drawn = {}, {}
     # A CPU computes the steps of fixed shapes without graphs.
-    for name, by_graphs in (("step by step", False), ("by graphs", True)):
+    # With equal shapes the kernels are equal, and so are the tokens; without fixed shapes bf16 may round otherwise.
+    for name, is_fixed, by_graphs in (
+        ("step by step", False, False),
+        ("in fixed shapes", True, False),
+        ("by graphs", True, True),
+    ):
         config = NativeConfig(slots=count, cuda_graphs=by_graphs if on.is_gpu else "auto")
-        engine = MegatronEngine(chunks, on.mesh, model, spelled, config, has_fixed_shapes=by_graphs)
+        engine = MegatronEngine(chunks, on.mesh, model, spelled, config, has_fixed_shapes=is_fixed)
         engine.generate(prompts[:1], Sampling(max_new_tokens=4), [[0]])  # libraries make what they make once
         begin = time.perf_counter()
         groups = list(engine.generate(prompts, sampling, [[index] for index in range(count)]))
@@ -567,25 +584,53 @@ def rl(on: Machine) -> Outcome:
         drawn[name] = [token for group in groups for one in group.completions for token in one.tokens_T]
         rates[name] = len(drawn[name]) / seconds
         on.keep("rollout_tokens_per_s", rates)
-    same = sum(a == b for a, b in zip(*drawn.values(), strict=True)) / (count * answer)
     tokens = count * answer
+
+    def differing(name: str) -> float:
+        return 1 - sum(a == b for a, b in zip(drawn[name], drawn["by graphs"], strict=True)) / tokens
+
+    on.expect("tokens by CUDA graphs beside the same steps without", differing("in fixed shapes"), 0.0)
+    if on.is_gpu:
+        on.keep("rollout_peak_bytes", torch.cuda.max_memory_allocated())
     del engine, chunks
     destroy_mesh()
     bench = Bench(slice_model(on, layers=2).model_copy(update={"moe": replayable(model.moe)}))
     without, replayed = on.seconds(bench.without, 2), on.seconds(bench.ours, 2)
+    del bench
+    step = grpo_step(on)
     figures = {
         "rollout_tokens_per_s": rates,
-        "same_tokens": same,
+        "same_tokens": 1 - differing("step by step"),
         "rollout_tokens": tokens,
         "prompt_tokens": count * prompt,
         "without_replay_s": without,
         "replay_r2_s": replayed,
+        "grpo_step": step,
     }
     return Outcome(
         summary=f"rollout {rates['step by step']:.0f} tokens/s, by graphs {rates['by graphs']:.0f}, replay "
-        f"{replayed / without - 1:+.1%} of the passes",
+        f"{replayed / without - 1:+.1%} of the passes, a GRPO step of {step['ids']:,} ids {step['seconds']:.2f} s",
         figures=figures,
     )
+
+
+def grpo_step(on: Machine) -> dict[str, Any]:
+    """Return seconds and memory of a rollout of 128 short completions with two updates, with Qwen3's 151,936 ids."""
+    from examples import grpo_step as example
+
+    model, ids = slice_model(on, layers=2), 151_936 if on.is_large else VOCAB
+    model = model.model_copy(update={"moe": replayable(model.moe), "vocab_size": ids})
+    settings = PlatformConfig(precision="bf16" if on.is_gpu else "fp32", layers="torch")
+    example.CONFIG = example.CONFIG.model_copy(update={"model": model, "platform": settings})
+    destroy_mesh()
+    if on.is_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    state = setup.set_up(example.CONFIG, platform.start(settings))
+    seconds = on.seconds(lambda: example.update(state, *example.sample(state)), 1)
+    estimate = memory_of_fullest_rank(training_of(example.CONFIG, 1)).total
+    peak = torch.cuda.max_memory_allocated() if on.is_gpu else None
+    return {"ids": ids, "seconds": seconds, "estimate_bytes": estimate, "peak_bytes": peak}
 
 
 def replayable(moe: MoEConfig) -> MoEConfig:
@@ -598,7 +643,7 @@ def conversion(on: Machine) -> Outcome:
     for case in FAMILY_CASES:
         theirs = oracle(case)
         weights = to_global(theirs.tensors, theirs.ours)
-        settings = PlatformConfig(layers="torch")
+        settings = PlatformConfig(layers="torch", precision="fp32")
         chunks = build_model(theirs.ours, on.mesh, platform.start(settings), settings)
         copy_in(chunks, weights)
         for shard in local_shards(chunks):
@@ -615,27 +660,52 @@ def extras(on: Machine) -> Outcome:
         state = set_up_again(slice_config(slice_model(on), 2, settings), platform.start(settings))
         batch = slice_batch(state, 2, 2048)
         figures["fp8"] = {"step_s": on.seconds(lambda: train_step(state, batch, NextTokenHead()), 2)}
+        theirs, tokens_BS = oracle("qwen3_moe"), random_tokens()
+        losses = [five_steps(on, "bf16", layers)["losses"] for layers in ("te", "torch")]
+        figures["te"] = {"losses": losses[0], "losses of torch layers": losses[1]}
+        on.expect("losses of TransformerEngine beside torch layers'", max(relative(*losses)), BF16_TOLERANCE)
+        destroy_mesh()
+        here = replace(on, mesh=build_mesh(MeshConfig()))
+        weights = to_global(theirs.tensors, theirs.ours)
+        outputs = [logits(here, theirs.ours, weights, tokens_BS, layers, "bf16").float() for layers in ("te", "torch")]  # type: ignore[arg-type]
+        figures["te"]["logits"] = float((outputs[0] - outputs[1]).abs().max())
+        on.expect("logits of TransformerEngine beside torch layers'", figures["te"]["logits"], 10 * BF16_TOLERANCE)
     else:
-        figures["fp8"] = "TransformerEngine cannot be imported, or there is no GPU"
+        figures["fp8"] = figures["te"] = "TransformerEngine cannot be imported, or there is no GPU"
+    figures["page_locked"] = page_locked(on)
     figures["deepep"] = (
         "importable; it needs ranks: run with 2 to 8 GPUs" if has_module("deep_ep") else "deep_ep cannot be imported"
     )
     return Outcome(summary=str(figures), figures=figures)
 
 
+def page_locked(on: Machine) -> dict[str, int]:
+    """Return the bytes that wait in main memory, and those that torch's allocator has locked for them."""
+    from mcore_rl.train.offload import StoredBytes
+
+    stored = StoredBytes(17 * 2 ** (27 if on.is_large else 20), "host", on.device)  # 2.1 GiB; in one piece it takes 4
+    locked = int(torch.cuda.host_memory_stats()["allocated_bytes.peak"]) if on.is_gpu else stored.num_bytes
+    on.expect("page-locked bytes beyond those that wait", locked / stored.num_bytes - 1, 0.1)
+    return {"waiting_bytes": stored.num_bytes, "locked_bytes": locked}
+
+
 def ranks(on: Machine) -> Outcome:
-    """The five steps on two ranks as TP2, EP2 and PP2, equal to those of one; with a GPU it needs two."""
-    if on.is_gpu and torch.cuda.device_count() < 2:
-        return Outcome(summary="one GPU: nothing to compare", figures={})
+    """The five steps on two ranks as TP2, CP2, EP2 and PP2, equal to those of one; on one GPU both are on it, where
+    NCCL allows that.
+    """
     alone = five_steps(on, "fp32")
     platform.stop()
     figures: dict[str, Any] = {"1": alone}
-    for mesh in ("tp", "ep", "pp") if on.is_gpu else ("ep",):
+    for mesh in ("tp", "cp", "ep", "pp") if on.is_gpu else ("cp", "ep"):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         with tempfile.TemporaryDirectory() as folder:
             answer = Path(folder, "losses.json")
             command += ["-m", "bench.gpu.steps", "rank", "--mesh", mesh, "--answer", str(answer)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode and on.is_gpu and "Duplicate GPU" in done.stderr:
+                return Outcome(
+                    summary="one GPU, and NCCL takes no two ranks on it: nothing to compare", figures=figures
+                )
             if done.returncode:
                 raise AssertionError(f"{mesh}2 failed: {done.stderr[-2000:]}")
             figures[f"{mesh}2"] = json.loads(answer.read_text())
@@ -646,7 +716,7 @@ def ranks(on: Machine) -> Outcome:
 
 def rank(mesh: str, answer: Path) -> None:
     """Be one of two ranks of `ranks`."""
-    theirs, settings = oracle("qwen3_moe"), PlatformConfig(layers="torch")
+    theirs, settings = oracle("qwen3_moe"), PlatformConfig(layers="torch", precision="fp32")
     config = parity.config_of(theirs.ours, MeshConfig.model_validate({mesh: 2}), settings)
     state = set_up_again(config, platform.start(settings))
     copy_in(state.chunks, to_global(theirs.tensors, theirs.ours))

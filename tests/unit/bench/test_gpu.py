@@ -6,8 +6,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +47,20 @@ def test_a_difference_beyond_the_tolerance_fails_a_step_at_its_end() -> None:
     for difference in (2e-5, float("nan")):
         on.expect("losses", difference, 1e-5)
     assert [text.partition(" by ")[0] for text in on.wrong] == ["losses: differ"] * 2
+
+
+def test_a_baseline_that_fails_fails_its_step_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def our_step(*_: Any, local: bool = False) -> Callable[[], None]:
+        if local:
+            raise TypeError("local_spec() got an unexpected keyword argument")
+        return lambda: None
+
+    monkeypatch.setattr(steps, "our_step", our_step)
+    monkeypatch.setattr(steps, "transformers_step", lambda *_, **__: lambda: None)
+    on = steps.Machine(is_gpu=False, mesh=None)  # type: ignore[arg-type]
+    outcome = steps.slice(on)
+    assert on.wrong == ["Megatron local failed: TypeError: local_spec() got an unexpected keyword argument"]
+    assert {"ours", "transformers"} == {name for name, one in outcome.figures.items() if "tflops" in str(one)}
 
 
 def test_figures_are_printed_as_they_are_found(capsys: pytest.CaptureFixture[str]) -> None:
