@@ -88,7 +88,7 @@ class CopiedEngine(QuietEngine):
             going = [g for g in going if self._goes_on(completions[g], sampling)]
         return Group(prompt=prompt, completions=tuple(one for one in completions.values() if one is not None))
 
-    def of_this_stage(self, group: Group) -> Group:
+    def of_stage(self, group: Group, stage: int) -> Group:
         """Return the group: there is one stage."""
         return group
 

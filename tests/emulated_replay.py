@@ -16,6 +16,7 @@ from mcore_rl.megatron.platform import Ahead, to_device
 from mcore_rl.megatron.schedule import run_pass
 from mcore_rl.metrics.metrics import reduced
 from mcore_rl.model.inputs import LocalMicrobatch, localize
+from mcore_rl.replay import from_rollouts
 from mcore_rl.replay.cache import MicrobatchLayout, RouteStorage, RoutingCache, SampleSpan
 from mcore_rl.replay.tape import RoutingTape
 from mcore_rl.train.setup import set_up
@@ -74,6 +75,29 @@ def replayed() -> dict[str, Any]:
         "changed_fraction": metrics["routes/changed_fraction"],
         "races": races() if gpu else [],
     }
+
+
+def rollout_routes() -> dict[str, Any]:
+    """Fill a cache with an engine's routes of eight samples; return the waits while they are checked in one batch and
+    in eight, and what the emulation says of the checksums' device.
+    """
+    model = tiny("qwen3_moe", num_layers=2)
+    config = parity.config_of(model, MeshConfig(), PlatformConfig(precision="bf16"))
+    state = set_up(config, platform.start(config.platform))
+    cache = RoutingCache(state.chunks, model, ReplayConfig(kind="r3"))
+    shape = (9, model.num_layers, model.moe.num_experts)
+    routes = [torch.rand(shape).topk(model.moe.top_k).indices.to(torch.uint8) for _ in range(8)]
+    generated = {n: from_rollouts.RolloutRoutes(torch.arange(9), experts) for n, experts in enumerate(routes)}
+    waits = []
+    for batch_bytes in (2**20, 1):
+        from_rollouts.BATCH_BYTES = batch_bytes
+        with counted_syncs() as syncs:
+            checked = from_rollouts._checked(cache, generated)
+            waits.append(sum(syncs.values()))
+    devices = [str(tensor.device) for tensor in (checked.is_repeated_n, checked.checksums_Nl)]
+    destroy_mesh()
+    platform.stop()
+    return {"waits": waits, "devices": devices, "problems": checked.problems}
 
 
 def packed_row(row: int, state: TrainState) -> LocalMicrobatch:

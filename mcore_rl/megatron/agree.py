@@ -107,15 +107,22 @@ def on_every_rank(action: Callable[[], T]) -> T:
     return result
 
 
-def from_first_of_model(value: T, mesh: Mesh) -> T:
-    """Collective over the ranks of each model (tensor- and pipeline-parallel): return the first rank's `value`."""
+def from_first_of_model(value: T, mesh: Mesh, of_stage: Callable[[T, int], T] | None = None) -> T:
+    """Collective over the ranks of each model (tensor- and pipeline-parallel): return the first rank's `value`, or with
+    `of_stage` what this makes of it for the rank's pipeline stage, so that no stage is sent what only others need.
+    """
     # tp first: then every rank of the first stage has the value, and each sends it down its own pipeline.
-    for axis in (mesh.tp, mesh.pp):
-        if axis.size > 1:
-            box = [value]
-            dist.broadcast_object_list(box, group=axis.group, group_src=0)
-            value = box[0]
-    return value
+    box, pp = [value], mesh.pp
+    if mesh.tp.size > 1:
+        dist.broadcast_object_list(box, group=mesh.tp.group, group_src=0)
+    if pp.size == 1:
+        return box[0] if of_stage is None else of_stage(box[0], 0)
+    if of_stage is None:
+        dist.broadcast_object_list(box, group=pp.group, group_src=0)
+    else:
+        parts = [of_stage(box[0], stage) for stage in range(pp.size)] if pp.rank == 0 else None
+        dist.scatter_object_list(box, parts, group=pp.group, group_src=0)
+    return box[0]
 
 
 def refuse_anywhere(problems: Sequence[str], kind: type[McoreRlError]) -> None:

@@ -37,25 +37,31 @@ def expert_hashes(layers: Sequence[int], num_codes: int, device: torch.device) -
 
 
 def route_checksums(
-    codes_ltK: Tensor, expert_hashes_lE: Tensor, token_hashes_t: Tensor, sample_index_t: Tensor, num_samples: int
+    codes_Ktl: Tensor, expert_hashes_lE: Tensor, token_hashes_t: Tensor, sample_index_t: Tensor, num_samples: int
 ) -> Tensor:
     """Return the checksum of each sample's tokens in each layer, int64 `[num_samples, l]`.
 
     Args:
-        codes_ltK: route codes of this rank's layers and tokens, of any integer dtype.
+        codes_Ktl: route codes of this rank's layers and tokens, of any integer dtype.
         expert_hashes_lE: from `expert_hashes`, for the same layers.
         token_hashes_t: from `token_hashes`; tokens with hash 0 do not count.
         sample_index_t: index of each token's sample, below `num_samples`; -1 for padding, which must have hash 0.
         num_samples: number of samples in the microbatch, N.
     """
-    num_layers, num_tokens, _ = codes_ltK.shape
-    hashes_ltK = expert_hashes_lE.gather(1, codes_ltK.long().flatten(1)).view(codes_ltK.shape)
-    hashes_lt = hashes_ltK.sum(-1) * token_hashes_t
-    sums_lN = torch.zeros(num_layers, num_samples, dtype=torch.int64, device=hashes_lt.device)
-    if num_samples:
-        # Padding (-1) adds its zeros to sample 0.
-        sums_lN.scatter_add_(1, sample_index_t.clamp_min(0).expand(num_layers, num_tokens), hashes_lt)
-    return sums_lN.t()
+    _, num_tokens, num_layers = codes_Ktl.shape
+    first_l = torch.arange(num_layers, device=codes_Ktl.device) * expert_hashes_lE.shape[1]
+    hashes_tl = torch.zeros(num_tokens, num_layers, dtype=torch.int64, device=codes_Ktl.device)
+    # One of the K experts at a time: all at once take K times as much memory, and on a CPU four times as long.
+    for codes_tl in codes_Ktl.contiguous():
+        index_n = (codes_tl + first_l).view(-1)
+        hashes_tl += expert_hashes_lE.flatten().index_select(0, index_n).view(num_tokens, num_layers)
+    sums_Nl = hashes_tl.new_zeros(num_samples, num_layers)
+    # Padding (-1) adds its zeros to sample 0.
+    return (
+        sums_Nl.index_add_(0, sample_index_t.clamp_min(0), hashes_tl * token_hashes_t[:, None])
+        if num_samples
+        else sums_Nl
+    )
 
 
 @dataclass(frozen=True, slots=True)

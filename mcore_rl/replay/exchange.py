@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_rl.megatron.mesh import Axis
+from mcore_rl.megatron.platform import to_device
 
 CHECKSUM_BYTES = 8
 PositionRange = tuple[int, int]
@@ -143,16 +144,17 @@ def exchange(
     requests_of: list[dict[int, list[RouteRequest]]] = [{} for _ in range(axis.size)]
     dist.all_gather_object(requests_of, requests, group=axis.group)
     to_answer = [of_rank.get(axis.rank, []) for of_rank in requests_of]
-    outgoing = [b"".join(answer(offered[request.sample], request) for request in of_rank) for of_rank in to_answer]
-    sizes_out = [len(answers) for answers in outgoing]
-    # frombuffer refuses an empty buffer, hence the extra byte, which is cut off again.
-    sent = torch.frombuffer(bytearray(b"".join(outgoing) or b"\0"), dtype=torch.uint8)[: sum(sizes_out)]
+    outgoing = [
+        [part for request in of_rank for part in answer(offered[request.sample], request)] for of_rank in to_answer
+    ]
+    sizes_out = [sum(map(len, parts)) for parts in outgoing]
+    sent = torch.cat([torch.zeros(0, dtype=torch.uint8), *(part for parts in outgoing for part in parts)])
     layer_bytes = top_k * dtype.itemsize
     sizes_in = [
         sum(request.answer_bytes(layer_bytes) for request in requests.get(rank, [])) for rank in range(axis.size)
     ]
     received = torch.empty(sum(sizes_in), dtype=torch.uint8, device=device)
-    dist.all_to_all_single(received, sent.to(device), sizes_in, sizes_out, group=axis.group)
+    dist.all_to_all_single(received, to_device(sent, device), sizes_in, sizes_out, group=axis.group)
     assembled = assemble(needed, requests, received.cpu(), layers, top_k=top_k, dtype=dtype)
     return {
         sample: replace(routes, missing_n=positions(offer_of[sample].missing), shared=offer_of[sample].shared)
@@ -234,12 +236,18 @@ def plan_requests(
     return requests
 
 
-def answer(offered: OfferedRoutes, request: RouteRequest) -> bytes:
+def answer(offered: OfferedRoutes, request: RouteRequest) -> list[Tensor]:
     """Return the bytes of an answer: the routes, then the checksum of each requested layer."""
     columns = [offered.layers.index(layer) for layer in request.layers]
     row_n = torch.searchsorted(offered.position_n, positions(request.ranges))
-    parts = offered.read(row_n)[:, columns], offered.checksum_l[columns]
-    return b"".join(part.numpy().tobytes() for part in parts)
+    parts = picked(offered.read(row_n), columns), offered.checksum_l[columns]
+    return [part.contiguous().view(-1).view(torch.uint8) for part in parts]
+
+
+def picked(codes_nLK: Tensor, columns: Sequence[int]) -> Tensor:
+    """Return the codes in these layers: themselves if these are all of them in order."""
+    is_whole = list(columns) == list(range(codes_nLK.shape[1]))
+    return codes_nLK if is_whole else codes_nLK.index_select(1, torch.tensor(columns, dtype=torch.int64))
 
 
 def assemble(

@@ -10,17 +10,17 @@ from torch import Tensor
 from mcore_rl.errors import RoutingError
 from mcore_rl.megatron.agree import refuse_anywhere
 from mcore_rl.megatron.mesh import Axis, Mesh
+from mcore_rl.megatron.platform import to_device
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.replay.accounts import expert_hashes, route_checksums, token_hashes
 from mcore_rl.replay.cache import MicrobatchLayout, RoutingCache
-from mcore_rl.replay.exchange import OfferedRoutes, SharedRows
+from mcore_rl.replay.exchange import OfferedRoutes, SharedRows, picked
 
-CPU = torch.device("cpu")
 ROUTE_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 """Dtypes allowed for an engine's routes; torch cannot compare wider unsigned integers."""
-BATCH_BYTES = 2**22
+BATCH_BYTES = 2**20
 """Largest size in bytes of the routes that are checked in one batch: for single short samples the calls would cost
-more than the work. Computing checksums temporarily takes sixteen times as much memory.
+more than the work, and above it a CPU spends more time on new memory than on routes.
 """
 
 
@@ -44,7 +44,7 @@ class RolloutRoutes:
 
 @dataclass(frozen=True, slots=True)
 class RouteBatch:
-    """Concatenated routes of several samples: `n` tokens, on the CPU."""
+    """Concatenated routes of several samples: `n` tokens, on the cache's device."""
 
     samples: tuple[int, ...]
     sample_index_n: Tensor
@@ -53,9 +53,21 @@ class RouteBatch:
     """Position of each token in its sample."""
     tokens_n: Tensor
     experts_nLK: Tensor
-    """Experts as in `RolloutRoutes`."""
+    """Experts as in `RolloutRoutes`, but 0 to K - 1 for tokens without routes."""
     has_routes_n: Tensor
     """Mask of the tokens that have routes, bool."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRoutes:
+    """What a look at the routes of some samples gives, on the cache's device except for the sentences."""
+
+    problems: list[str]
+    """A sentence for each sample with routes that cannot be imposed."""
+    is_repeated_n: Tensor
+    """Mask of the tokens that differ from the previous token of their sample but have the same routes, bool."""
+    checksums_Nl: Tensor
+    """Checksum of each sample in this rank's layers, int64; samples are in ascending order."""
 
 
 def cache_rollout_routes(
@@ -88,10 +100,11 @@ def cache_rollout_routes(
     # The ranks of a tensor-parallel group have the same routes: each checks its share of the samples.
     of_rank = sorted(generated)[mesh.tp.rank :: mesh.tp.size]
     share = {sample: generated[sample] for sample in of_rank}
-    refuse_anywhere(list(_problems(cache, share)), RoutingError)
-    repeated_fraction = _repeated_fraction(share, mesh, cache.device)
+    checked = _checked(cache, share)
+    refuse_anywhere(checked.problems, RoutingError)
+    repeated_fraction = _repeated_fraction(checked.is_repeated_n, share, mesh)
     has_routes = {sample: routes.has_routes_T for sample, routes in generated.items()}
-    checksums = _checksums(cache, sorted(generated), share, mesh.tp)
+    checksums = _checksums(sorted(generated), of_rank, checked.checksums_Nl, mesh.tp)
     shared = _shared_rows(generated)
     offered = {
         sample: _offer(cache, routes, has_routes[sample], checksums[sample], shared.get(sample))
@@ -101,20 +114,39 @@ def cache_rollout_routes(
     return [repeated_fraction]
 
 
-def _problems(cache: RoutingCache, generated: Mapping[int, RolloutRoutes]) -> Iterator[str]:
-    """Yield a sentence for each sample with routes that cannot be imposed."""
-    whole: dict[int, RolloutRoutes] = {}
-    for sample, routes in generated.items():
-        problem = _problem_of_format(cache, routes)
-        if problem:
-            yield f"sample {sample}: the engine returned routes {problem}"
-        else:
-            whole[sample] = routes
-    for batch in _batches(whole):
-        if _is_sound(cache, batch):
-            continue
-        for sample in batch.samples:
-            yield from _problems_of_sample(cache, sample, whole[sample])
+def _checked(cache: RoutingCache, generated: Mapping[int, RolloutRoutes]) -> CheckedRoutes:
+    """Check the routes on the cache's device, which the host waits for once.
+
+    Checksums are computed from the engine's routes before layers and positions are selected and sent, so that the tape
+    detects mistakes in these later steps.
+    """
+    formats = {sample: _problem_of_format(cache, routes) for sample, routes in generated.items()}
+    problems = [
+        f"sample {sample}: the engine returned routes {problem}" for sample, problem in formats.items() if problem
+    ]
+    batches: list[tuple[int, ...]] = []
+    is_sound = [torch.ones(0, dtype=torch.bool, device=cache.device)]
+    is_repeated = [torch.zeros(0, dtype=torch.bool, device=cache.device)]
+    checksums = [torch.zeros(0, len(cache.layers), dtype=torch.int64, device=cache.device)]
+    for batch in _batches({sample: generated[sample] for sample in generated if not formats[sample]}, cache.device):
+        batches.append(batch.samples)
+        # Long rows for each of the K experts: on a CPU rows of K take ten times as long.
+        experts_KnL = batch.experts_nLK.permute(2, 0, 1).contiguous()
+        is_sound.append(_is_sound(cache, experts_KnL)[None])
+        is_repeated.append(_is_repeated(batch))
+        checksums_bL = route_checksums(
+            # Experts that do not exist are reported after the last batch.
+            experts_KnL.clamp(0, cache.num_experts - 1),
+            expert_hashes(_given_layers(cache, batch.experts_nLK), cache.num_codes, cache.device),
+            token_hashes(batch.tokens_n, batch.position_n, batch.has_routes_n),
+            batch.sample_index_n,
+            len(batch.samples),
+        )
+        checksums.append(checksums_bL[:, _columns(cache, batch.experts_nLK)])
+    for samples, sound in zip(batches, torch.cat(is_sound).tolist(), strict=True):
+        for sample in () if sound else samples:
+            problems += _problems_of_sample(cache, sample, generated[sample])
+    return CheckedRoutes(problems, torch.cat(is_repeated), torch.cat(checksums))
 
 
 def _problem_of_format(cache: RoutingCache, routes: RolloutRoutes) -> str:
@@ -134,15 +166,12 @@ def _problem_of_format(cache: RoutingCache, routes: RolloutRoutes) -> str:
     return ""
 
 
-def _is_sound(cache: RoutingCache, batch: RouteBatch) -> bool:
-    """Return whether every token with routes has distinct, existing experts in each layer."""
-    experts_nLK = batch.experts_nLK
-    if not batch.has_routes_n.all():
-        experts_nLK = experts_nLK[batch.has_routes_n]
-    if not experts_nLK.numel():
-        return True
-    in_range = int(experts_nLK.min()) >= 0 and int(experts_nLK.max()) < cache.num_experts
-    return in_range and not bool(_has_duplicates(experts_nLK.to(cache.dtype)).any())
+def _is_sound(cache: RoutingCache, experts_KnL: Tensor) -> Tensor:
+    """Return whether every token has distinct, existing experts in each layer, as a bool on the device."""
+    if not experts_KnL.numel():
+        return torch.ones((), dtype=torch.bool, device=cache.device)
+    in_range = (experts_KnL.amin() >= 0) & (experts_KnL.amax() < cache.num_experts)
+    return in_range & ~_has_duplicates(experts_KnL).any()
 
 
 def _problems_of_sample(cache: RoutingCache, sample: int, routes: RolloutRoutes) -> Iterator[str]:
@@ -155,7 +184,7 @@ def _problems_of_sample(cache: RoutingCache, sample: int, routes: RolloutRoutes)
     problem = "is out of range"
     is_wrong_nL = ((experts_nLK < 0) | (experts_nLK >= cache.num_experts)).any(-1)
     if not is_wrong_nL.any():
-        problem, is_wrong_nL = "appears twice", _has_duplicates(experts_nLK.to(cache.dtype))
+        problem, is_wrong_nL = "appears twice", _has_duplicates(experts_nLK.permute(2, 0, 1))
     if is_wrong_nL.any():
         row, column = is_wrong_nL.nonzero()[0].tolist()
         chosen = experts_nLK[row, column].tolist()
@@ -167,11 +196,11 @@ def _problems_of_sample(cache: RoutingCache, sample: int, routes: RolloutRoutes)
 
 def _has_routes(experts_nLK: Tensor) -> Tensor:
     if not experts_nLK.is_signed():
-        return torch.ones(len(experts_nLK), dtype=torch.bool)
+        return torch.ones(len(experts_nLK), dtype=torch.bool, device=experts_nLK.device)
     return (experts_nLK != -1).flatten(1).any(1)
 
 
-def _batches(generated: Mapping[int, RolloutRoutes]) -> Iterator[RouteBatch]:
+def _batches(generated: Mapping[int, RolloutRoutes], device: torch.device) -> Iterator[RouteBatch]:
     """Yield the samples in ascending order, in batches of up to `BATCH_BYTES` with routes of the same format."""
     together: list[int] = []
     num_bytes, before = 0, None
@@ -179,38 +208,42 @@ def _batches(generated: Mapping[int, RolloutRoutes]) -> Iterator[RouteBatch]:
         experts_TLK = generated[sample].experts_TLK
         kind = experts_TLK.shape[1:], experts_TLK.dtype
         if together and (kind != before or num_bytes + experts_TLK.nbytes > BATCH_BYTES):
-            yield _batch_of(generated, together)
+            yield _batch_of(generated, together, device)
             together, num_bytes = [], 0
         together.append(sample)
         num_bytes, before = num_bytes + experts_TLK.nbytes, kind
     if together:
-        yield _batch_of(generated, together)
+        yield _batch_of(generated, together, device)
 
 
-def _batch_of(generated: Mapping[int, RolloutRoutes], samples: Sequence[int]) -> RouteBatch:
+def _batch_of(generated: Mapping[int, RolloutRoutes], samples: Sequence[int], device: torch.device) -> RouteBatch:
     length_N = torch.tensor([len(generated[sample].tokens_T) for sample in samples])
     begin_N = length_N.cumsum(0) - length_N
-    experts_nLK = torch.cat([generated[sample].experts_TLK for sample in samples])
+    experts_nLK = to_device(torch.cat([generated[sample].experts_TLK for sample in samples]), device)
+    position_n = torch.arange(len(experts_nLK)) - begin_N.repeat_interleave(length_N)
+    has_routes_n = _has_routes(experts_nLK)
+    if experts_nLK.is_signed():
+        first_K = torch.arange(experts_nLK.shape[2], dtype=experts_nLK.dtype, device=device)
+        experts_nLK = experts_nLK.where(has_routes_n[:, None, None], first_K)
     return RouteBatch(
         samples=tuple(samples),
-        sample_index_n=torch.arange(len(samples)).repeat_interleave(length_N),
-        position_n=torch.arange(len(experts_nLK)) - begin_N.repeat_interleave(length_N),
-        tokens_n=torch.cat([generated[sample].tokens_T for sample in samples]),
+        sample_index_n=to_device(torch.arange(len(samples)).repeat_interleave(length_N), device),
+        position_n=to_device(position_n, device),
+        tokens_n=to_device(torch.cat([generated[sample].tokens_T for sample in samples]), device),
         experts_nLK=experts_nLK,
-        has_routes_n=_has_routes(experts_nLK),
+        has_routes_n=has_routes_n,
     )
 
 
-def _repeated_fraction(share: Mapping[int, RolloutRoutes], mesh: Mesh, device: torch.device) -> Metric:
+def _repeated_fraction(is_repeated_n: Tensor, share: Mapping[int, RolloutRoutes], mesh: Mesh) -> Metric:
     """Collective over the world: among tokens that differ from the previous token, return the share of tokens with the
     previous token's routes in all layers.
     """
-    masks = [_is_repeated(batch) for batch in _batches(share)]
-    is_repeated_n = torch.cat([torch.zeros(0, dtype=torch.bool), *masks]).to(torch.uint8).to(device)
+    is_repeated_n = is_repeated_n.to(torch.uint8)
     # A stage may only have routes of its own layers, and a token counts as repeated only if it is in all layers.
     dist.all_reduce(is_repeated_n, op=dist.ReduceOp.MIN, group=mesh.pp.group)
     num_tokens = sum(int((routes.tokens_T[1:] != routes.tokens_T[:-1]).sum()) for routes in share.values())
-    counts_2 = torch.tensor([int(is_repeated_n.sum()), num_tokens], device=device)
+    counts_2 = torch.stack([is_repeated_n.sum(), torch.full_like(is_repeated_n[:1].sum(), num_tokens)])
     dist.all_reduce(counts_2, group=mesh.world.group)
     num_repeated, num_tokens = counts_2.tolist()
     return Metric("rollout_routes/repeated_fraction", num_repeated, max(1, num_tokens))
@@ -229,43 +262,24 @@ def _is_repeated(batch: RouteBatch) -> Tensor:
     return is_repeated_n
 
 
-def _has_duplicates(experts_TLK: Tensor) -> Tensor:
+def _has_duplicates(experts_KTL: Tensor) -> Tensor:
     """Mask `[T, L]`: True where a token's choice has the same expert twice."""
-    # Compares long rows, of bytes with up to 256 experts: sorting rows of K takes ten times as long.
-    experts_KTL = experts_TLK.permute(2, 0, 1).contiguous()
-    is_twice_TL = torch.zeros(experts_TLK.shape[:2], dtype=torch.bool)
+    is_twice_TL = torch.zeros(experts_KTL.shape[1:], dtype=torch.bool, device=experts_KTL.device)
     for index, experts_TL in enumerate(experts_KTL):
         for other_TL in experts_KTL[:index]:
             is_twice_TL |= experts_TL == other_TL
     return is_twice_TL
 
 
-def _checksums(
-    cache: RoutingCache, samples: Sequence[int], share: Mapping[int, RolloutRoutes], axis: Axis
-) -> dict[int, Tensor]:
-    """Collective over `axis`: return the checksum `[l]` of each sample in this rank's layers.
-
-    Checksums are computed from the engine's routes before layers and positions are selected and sent, so that the tape
-    detects mistakes in these later steps. `share` has the samples that this rank computes.
-    """
-    checksums_Nl = torch.zeros(len(samples), len(cache.layers), dtype=torch.int64)
+def _checksums(samples: Sequence[int], of_rank: Sequence[int], checksums_Nl: Tensor, axis: Axis) -> dict[int, Tensor]:
+    """Collective over `axis`: return the checksum `[l]` of each sample; this rank computed those of `of_rank`."""
     row_of = {sample: row for row, sample in enumerate(samples)}
-    for batch in _batches(share):
-        checksums_bL = route_checksums(
-            # Tokens without routes (-1) are not counted.
-            batch.experts_nLK.clamp_min(0).transpose(0, 1),
-            expert_hashes(_given_layers(cache, batch.experts_nLK), cache.num_codes, CPU),
-            token_hashes(batch.tokens_n, batch.position_n, batch.has_routes_n),
-            batch.sample_index_n,
-            len(batch.samples),
-        )
-        row_b = torch.tensor([row_of[sample] for sample in batch.samples])
-        checksums_Nl[row_b] = checksums_bL[:, _columns(cache, batch.experts_nLK)]
-    if axis.size > 1:
-        on_device_Nl = checksums_Nl.to(cache.device)
-        dist.all_reduce(on_device_Nl, group=axis.group)
-        checksums_Nl = on_device_Nl.cpu()
-    return dict(zip(samples, checksums_Nl, strict=True))
+    all_Nl = checksums_Nl.new_zeros(len(samples), checksums_Nl.shape[1])
+    all_Nl[to_device(torch.tensor([row_of[sample] for sample in of_rank], dtype=torch.int64), all_Nl.device)] = (
+        checksums_Nl
+    )
+    dist.all_reduce(all_Nl, group=axis.group)
+    return dict(zip(samples, all_Nl.cpu(), strict=True))
 
 
 def _given_layers(cache: RoutingCache, experts_nLK: Tensor) -> tuple[int, ...]:
@@ -292,22 +306,28 @@ def _shared_rows(generated: Mapping[int, RolloutRoutes]) -> dict[int, SharedRows
         if routes.group is None:
             continue
         giver = givers.setdefault(routes.group, sample)
-        first, length = generated[giver], min(len(routes.tokens_T), len(generated[giver].tokens_T))
         if giver == sample:
             continue
-        is_other_T = (routes.experts_TLK[:length] != first.experts_TLK[:length]).flatten(1).any(1)
-        is_other_T |= routes.tokens_T[:length] != first.tokens_T[:length]
-        num_positions = int(is_other_T.int().argmax()) if is_other_T.any() else length
+        first = generated[giver]
+        num_positions = _num_equal(routes.tokens_T, first.tokens_T)
+        num_positions = _num_equal(routes.experts_TLK[:num_positions], first.experts_TLK[:num_positions])
         if num_positions:
             shared[sample] = SharedRows(giver, num_positions)
     return shared
+
+
+def _num_equal(rows: Tensor, others: Tensor) -> int:
+    """Return the number of leading rows that are equal."""
+    length = min(len(rows), len(others))
+    is_other_T = (rows[:length] != others[:length]).view(length, -1).any(1) if length else torch.zeros(0)
+    return int(is_other_T.int().argmax()) if is_other_T.any() else length
 
 
 def _offer(
     cache: RoutingCache, routes: RolloutRoutes, has_routes_T: Tensor, checksum_l: Tensor, shared: SharedRows | None
 ) -> OfferedRoutes:
     """Return the routes in this rank's layers, with the checksum of the routes that the engine returned."""
-    codes_TlK = routes.experts_TLK[:, _columns(cache, routes.experts_TLK)]
+    codes_TlK = picked(routes.experts_TLK, _columns(cache, routes.experts_TLK))
     is_given_T = has_routes_T.clone()
     if shared is not None:
         is_given_T[: shared.num_positions] = False
@@ -317,7 +337,7 @@ def _offer(
         layers=cache.layers,
         position_n=is_given_T.nonzero()[:, 0],
         checksum_l=checksum_l,
-        read=lambda index_n: codes_nlK[index_n],
+        read=lambda index_n: codes_nlK.index_select(0, index_n),
         missing_n=(~has_routes_T).nonzero()[:, 0],
         shared=shared,
     )

@@ -368,16 +368,17 @@ class RoutingTape:
     def _add_checksums(self, chunk: nn.Module, microbatch: TapeMicrobatch, in_chunk: ChunkMicrobatch) -> None:
         routes_ltK = in_chunk.live_ltK if self._mode == "record" else in_chunk.cached_ltK
         assert routes_ltK is not None and microbatch.token_hashes_t is not None
+        routes_Ktl = routes_ltK.permute(2, 1, 0)
         columns, num_samples = self._columns[chunk], len(microbatch.tokens.samples)
         labels = (microbatch.token_hashes_t, microbatch.sample_index_t, num_samples)
         hashes_lE = self._expert_hashes_lE[columns]
         if self._mode != "impose":
-            self._code_checksums(microbatch)[:, columns] = route_checksums(routes_ltK, hashes_lE, *labels)
+            self._code_checksums(microbatch)[:, columns] = route_checksums(routes_Ktl, hashes_lE, *labels)
         if self._has_drops and self._mode != "observe":
             if microbatch.drop_checksums_Nl is None:
                 microbatch.drop_checksums_Nl = torch.zeros_like(self._code_checksums(microbatch))
             is_drop_E = torch.arange(self._cache.num_codes, device=self._device) >= self._cache.num_experts
-            drops_Nl = route_checksums(routes_ltK, hashes_lE * is_drop_E, *labels)
+            drops_Nl = route_checksums(routes_Ktl, hashes_lE * is_drop_E, *labels)
             microbatch.drop_checksums_Nl[:, columns] = drops_Nl
 
     def _add_changes(self, chunk: nn.Module, microbatch: TapeMicrobatch, in_chunk: ChunkMicrobatch) -> None:

@@ -306,8 +306,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "answers with the layers in reverse",
         EXCHANGE,
-        "offered.read(row_n)[:, columns], ",
-        "offered.read(row_n)[:, columns[::-1]], ",
+        "picked(offered.read(row_n), columns)",
+        "picked(offered.read(row_n), columns[::-1])",
         scenario="r3",
     ),
     Mutant(
@@ -335,8 +335,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the engine's routes begin one token late",
         ROLLOUTS,
-        "read=lambda index_n: codes_nlK[index_n]",
-        "read=lambda index_n: codes_nlK[index_n - 1]",
+        "read=lambda index_n: codes_nlK.index_select(0, index_n)",
+        "read=lambda index_n: codes_nlK.index_select(0, (index_n - 1).clamp_min(0))",
         scenario="r3",
     ),
     # R3 with tokens that the engine left out.

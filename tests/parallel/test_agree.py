@@ -28,7 +28,7 @@ from mcore_rl.data.batch import BatchSource
 from mcore_rl.data.megatron.indexed import SampleCounts, build_datasets, plan_data
 from mcore_rl.errors import CheckpointError, DataError
 from mcore_rl.megatron import agree
-from mcore_rl.megatron.agree import on_every_rank, on_rank_zero, world_max, world_union
+from mcore_rl.megatron.agree import from_first_of_model, on_every_rank, on_rank_zero, world_max, world_union
 from mcore_rl.megatron.mesh import build_mesh, destroy_mesh, seed_ranks
 from mcore_rl.megatron.patches.replacements import without_hosts
 from mcore_rl.megatron.platform import Platform, start, stop
@@ -51,6 +51,18 @@ def test_only_the_thread_that_listens_waits_for_those_at_work() -> None:
     for policies in run_ranks(policies_of_threads, 2):
         listener = policies.pop("gloo_tcp_loop")
         assert listener == {os.SCHED_BATCH} and set().union(*policies.values()) == {os.sched_getscheduler(0)}
+
+
+def test_a_stage_is_sent_its_own_part_alone() -> None:
+    """The first rank of the model has what cannot be sent: it is in no stage's part."""
+    assert run_ranks(parts_of_stages, 4) == [[0, "whole"], [0, "whole"], [1, "whole"], [1, "whole"]]
+
+
+def parts_of_stages() -> list[Any]:
+    mesh = build_mesh(MeshConfig(pp=2, tp=1))
+    value = {"parts": [0, 1], "unsent": lambda: None} if mesh.pp.rank == 0 else None
+    part = from_first_of_model(value, mesh, lambda value, stage: {"part": value["parts"][stage]})
+    return [part["part"], from_first_of_model("whole" if mesh.pp.rank == 0 else None, mesh)]
 
 
 def policies_of_threads() -> dict[str, set[int]]:

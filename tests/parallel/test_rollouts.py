@@ -81,7 +81,7 @@ class AskedEngine(ScriptedEngine):
             raise EngineError(f"no server answers for prompt {index}")
         return self.generate([prompt], sampling, [seeds_G])[0]
 
-    def of_this_stage(self, group: Group) -> Group:
+    def of_stage(self, group: Group, stage: int) -> Group:
         return group
 
 

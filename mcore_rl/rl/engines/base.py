@@ -144,9 +144,9 @@ class AskingEngine(Engine, Protocol):
         EngineError if no server returns a completion.
         """
 
-    def of_this_stage(self, group: Group) -> Group:
+    def of_stage(self, group: Group, stage: int) -> Group:
         """Return a group of `request_group`, in which completions have the routes of all layers, with only the routes
-        of this pipeline stage's layers.
+        of a pipeline stage's layers.
         """
 
 
@@ -155,7 +155,7 @@ def asking(engine: Engine) -> AskingEngine:
     if not isinstance(engine, AskingEngine):
         raise ConfigError(
             f"rl.rollout.max_staleness is above 0, and the rollout engine, {type(engine).__name__}, has no `asks`, "
-            "`request_group` and `of_this_stage` (rl.engines.base.AskingEngine) to generate while the policy trains. "
+            "`request_group` and `of_stage` (rl.engines.base.AskingEngine) to generate while the policy trains. "
             "Give it these, or set max_staleness=0."
         )
     return engine

@@ -99,7 +99,8 @@ class ServedEngine:
         adapters: LoraConfig | None = None,
         salt: str = "",
     ) -> None:
-        """Create the engine. `update_weights` must be called before the first request.
+        """Collective over the pipeline stages: create the engine. `update_weights` must be called before the first
+        request.
 
         Args:
             api_at: Function that returns the API of the server at an address.
@@ -121,7 +122,8 @@ class ServedEngine:
         self._make_api, self._fleet, self._chunks, self._sampling = api_at, fleet, list(chunks), sampling
         self._mesh, self._model, self._config = mesh, model, config
         self._imposes_routes, self._may_miss_routes = imposes_routes, may_miss_routes
-        self._layers = list(routed_layers(chunks))
+        self._layers_of_stages: list[tuple[int, ...]] = [()] * mesh.pp.size
+        dist.all_gather_object(self._layers_of_stages, routed_layers(chunks), group=mesh.pp.group)
         # A new salt for each start: another run, or this run before a resume, may have had different weights of the
         # same version, and a cache tier that a reset does not reach may still have their keys, values and routes.
         self._salt = salt or secrets.token_hex(4)
@@ -165,8 +167,10 @@ class ServedEngine:
             self._check(prompts, sampling, seeds_PG)
             return ask() if self.asks else None
 
-        groups = from_first_of_model(on_every_rank(checked), self._mesh)
-        return [self.of_this_stage(group) for group in groups or ()]
+        def of_stage(groups: list[Group] | None, stage: int) -> list[Group]:
+            return [self.of_stage(group, stage) for group in groups or ()]
+
+        return from_first_of_model(on_every_rank(checked), self._mesh, of_stage) or []
 
     def request_group(self, index: int, prompt: Prompt, sampling: Sampling, seeds_G: Sequence[int]) -> Group:
         """Return the group of prompt `index`, on the rank that sends requests; completions have all layers' routes.
@@ -179,12 +183,13 @@ class ServedEngine:
         self._check([prompt], sampling, [seeds_G])
         return _group(prompt, self._submit(prompt, sampling, seeds_G))
 
-    def of_this_stage(self, group: Group) -> Group:
-        """Return the group with only the routes of this pipeline stage's layers."""
+    def of_stage(self, group: Group, stage: int) -> Group:
+        """Return the group with only the routes of a pipeline stage's layers."""
         moe_layers = [layer for layer, has_router in enumerate(self._model.moe_layers) if has_router]
-        if self._layers == moe_layers or all(completion.experts_TLK is None for completion in group.completions):
+        layers = self._layers_of_stages[stage]
+        if list(layers) == moe_layers or all(completion.experts_TLK is None for completion in group.completions):
             return group
-        columns = torch.tensor([moe_layers.index(layer) for layer in self._layers])
+        columns = torch.tensor([moe_layers.index(layer) for layer in layers], dtype=torch.int64)
         return replace(
             group,
             completions=tuple(
@@ -449,7 +454,7 @@ class ServedEngine:
             if self._imposes_routes and not self._api_at(server).KEEPS_ROUTES:
                 picked = without_recomputed(server, picked, served.versions, num_prompt, may_miss=self._may_miss_routes)
             few = self._model.moe.num_experts <= BYTE_EXPERTS and picked.min() >= 0
-            experts_TLK = torch.from_numpy(picked.astype(np.uint8 if few else np.int16))
+            experts_TLK = torch.from_numpy(picked.astype(np.uint8 if few else np.int16, copy=False))
         tokens_T, is_stopped = served.tokens_T, served.finish == "stop"
         if sampling.stop_strings:
             # Servers without a tokenizer do not know stop strings: tokens sampled after a stop string are dropped.

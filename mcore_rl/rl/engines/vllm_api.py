@@ -85,8 +85,8 @@ class VllmApi(ServerApi):
         return [entry[str(token)]["logprob"] for token, entry in zip(tokens_T, entries, strict=True)]
 
 
-def read_npy(text: str) -> NDArray[np.int32]:
-    """Decode the experts, which the server sends as base64 of a .npy file of uint8, uint16 or int32."""
+def read_npy(text: str) -> NDArray[np.integer]:
+    """Decode the experts, which the server sends as base64 of a .npy file of uint8, uint16 or int32, without copies."""
     try:
         array: NDArray[Any] = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
     except (ValueError, EOFError, OSError, binascii.Error) as error:
@@ -97,4 +97,4 @@ def read_npy(text: str) -> NDArray[np.int32]:
             f"routed_experts has shape {array.shape} and dtype {array.dtype}; wanted uint8, uint16 or int32 [tokens, "
             "layers, experts]"
         )
-    return array.astype(np.int32)
+    return array

@@ -108,9 +108,9 @@ class GroupFlow:
         with self._starts:
             return self._started
 
-    def take(self, cursor: int) -> tuple[list[Group], float]:
+    def take(self, cursor: int, of_stage: Callable[[Group, int], Group]) -> tuple[list[Group], float]:
         """Collective over the world: wait for this replica's groups of the rollout batch that begins with the prompt
-        `cursor`.
+        `cursor`; `of_stage` returns what a pipeline stage needs of a group.
 
         Returns:
             The groups in the order of their prompts, on all ranks of the replica, and the seconds since the previous
@@ -120,7 +120,11 @@ class GroupFlow:
             McoreRlError: on all ranks, if any group of any replica has failed, including groups of later batches.
         """
         indices = [cursor + p for p in self.own_positions]
-        groups = from_first_of_model(on_every_rank(lambda: self._finished(indices) if self._asks else []), self._mesh)
+        groups = from_first_of_model(
+            on_every_rank(lambda: self._finished(indices) if self._asks else []),
+            self._mesh,
+            lambda groups, stage: [of_stage(group, stage) for group in groups],
+        )
         before_s, self._taken_s = self._taken_s, time.perf_counter()
         return groups, self._taken_s - before_s
 

@@ -235,9 +235,7 @@ class Rollouts:
     def _take_from(self, flow: "GroupFlow", cursor: int) -> tuple[dict[int, Group], list[GroupSummary], list[Metric]]:
         """Take the rollout batch that begins with prompt `cursor` from `flow`, and score it."""
         start_s = time.perf_counter()
-        taken_groups, period_s = flow.take(cursor)
-        engine = asking(self.engine)
-        groups = [engine.of_this_stage(group) for group in taken_groups]
+        groups, period_s = flow.take(cursor, asking(self.engine).of_stage)
         taken = self._scored(
             dict(zip(flow.own_positions, groups, strict=True)),
             self.sampling,

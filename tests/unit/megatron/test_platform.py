@@ -40,6 +40,13 @@ def test_on_an_emulated_gpu_routes_travel_before_the_microbatch_in_front_of_them
     assert "overwrites what a copy to the GPU may not have read yet" in overwritten
 
 
+def test_on_an_emulated_gpu_an_engines_routes_are_checked_there_and_the_host_waits_once() -> None:
+    done = emulated("cuda", "tests.emulated_replay:rollout_routes")
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found == {"waits": [1, 1], "devices": ["cuda:0", "cuda:0"], "problems": []}
+
+
 @pytest.mark.full
 def test_on_an_emulated_gpu_routes_in_page_locked_memory_are_read_after_their_copy() -> None:
     done = emulated("cuda", "tests.emulated_replay:kept_routes")

@@ -16,7 +16,7 @@ POSITION_T = torch.arange(T) // 2
 
 def sums(codes=CODES_TLK, ids=IDS_T, owner=OWNER_T, position=POSITION_T, layers=LAYERS):
     weights = token_hashes(ids, position, torch.ones(len(ids), dtype=torch.bool))
-    return route_checksums(codes.transpose(0, 1), expert_hashes(layers, E, CPU), weights, owner, 2)
+    return route_checksums(codes.permute(2, 0, 1), expert_hashes(layers, E, CPU), weights, owner, 2)
 
 
 def test_parts_add_up_in_any_order() -> None:
@@ -50,7 +50,7 @@ def test_padding_counts_nothing() -> None:
     is_real = torch.arange(T) < 30
     weights = token_hashes(IDS_T, POSITION_T, is_real)
     owner = OWNER_T.where(is_real, -1)
-    whole = route_checksums(CODES_TLK.transpose(0, 1), expert_hashes(LAYERS, E, CPU), weights, owner, 2)
+    whole = route_checksums(CODES_TLK.permute(2, 0, 1), expert_hashes(LAYERS, E, CPU), weights, owner, 2)
     assert torch.equal(whole, sums(CODES_TLK[:30], IDS_T[:30], OWNER_T[:30], POSITION_T[:30]))
 
 

@@ -222,7 +222,7 @@ class Asking:
             self.left = None if self.left is None else self.left - 1
             return self.native.generate([prompt], sampling, [seeds_G])[0]
 
-    def of_this_stage(self, group: Group) -> Group:
+    def of_stage(self, group: Group, stage: int) -> Group:
         return group
 
 

@@ -51,6 +51,10 @@ class Server:
             return sorted(self.asked)
 
 
+def whole(group: Group, stage: int) -> Group:
+    return group
+
+
 @contextmanager
 def flow_of(
     server: Server, mesh: Mesh, *, staleness: int = 1, rollouts: range = range(9), cursor: int = 0
@@ -82,7 +86,7 @@ def test_no_group_starts_beyond_the_bound_or_the_end_of_the_run(one_rank: Mesh, 
             assert server.wait_for(bound - 20) == list(range(20, bound))
             assert flow.started == bound
             cursor = 20 + (version - 2) * PROMPTS
-            groups, seconds = flow.take(cursor)
+            groups, seconds = flow.take(cursor, whole)
             names = [group.prompt.problem.problem_id for group in groups]
             assert names == [f"reversing/1/{index}" for index in range(cursor, cursor + PROMPTS)]
             assert seconds > 0
@@ -96,13 +100,13 @@ def test_groups_that_end_in_another_order_are_taken_in_that_of_their_prompts(one
         server.wait_for(2 * PROMPTS)
         server.allow(5, 3, 4)  # the second rollout batch is there first, and waits for its turn
         taken: list[Group] = []
-        first = threading.Thread(target=lambda: taken.extend(flow.take(0)[0]))
+        first = threading.Thread(target=lambda: taken.extend(flow.take(0, whole)[0]))
         first.start()
         server.allow(2, 1)
         assert not taken
         server.allow(0)
         first.join(WAIT_S)
-        groups = taken + flow.take(PROMPTS)[0]
+        groups = taken + flow.take(PROMPTS, whole)[0]
     assert [group.prompt.problem.problem_id for group in groups] == [f"reversing/1/{i}" for i in range(6)]
 
 
@@ -114,7 +118,7 @@ def test_no_group_starts_while_weights_are_updated_and_those_in_progress_end(one
         with flow.held():
             flow.admit(1)  # these may start, but not yet
             server.allow(0, 1, 2)
-            assert len(flow.take(0)[0]) == PROMPTS
+            assert len(flow.take(0, whole)[0]) == PROMPTS
             assert server.wait_for(PROMPTS) == [0, 1, 2]
             assert flow.started == PROMPTS
         assert server.wait_for(2 * PROMPTS) == [0, 1, 2, 3, 4, 5]
@@ -128,7 +132,7 @@ def test_an_error_of_a_later_group_ends_the_run_before_its_turn(one_rank: Mesh) 
         server.wait_for(2 * PROMPTS)
         server.allow(5)
         with pytest.raises(EngineError, match="no server answers for prompt 5"):
-            flow.take(0)  # whose groups are not answered
+            flow.take(0, whole)  # whose groups are not answered
     server.allow(*range(5))
 
 
