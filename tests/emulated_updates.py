@@ -11,6 +11,7 @@ import torch
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.megatron import platform
 from mcore_rl.megatron.mesh import destroy_mesh
+from tests.emulated_gpu import counted_syncs
 from tests.parallel import checkpointing, parity, test_ppo, test_preferences, test_rl_updates
 from tests.parallel.parity import random_weights
 from tests.parallel.replay_faults import Work, effect_of, outcome_of
@@ -51,6 +52,18 @@ def policy_updates(folder: str) -> list[list[dict[str, float]]]:
         initial, other = weights_of(folder, "rl")
         found += updates(config, initial, other, scratch(folder, f"policy-{replay}"), CHANGES)
         finish()
+    return found
+
+
+def waits(folder: str) -> dict[str, int]:
+    """How often the host waits, by place, in the passes and updates of one rollout in bf16 with the engine's routes."""
+    config = test_rl_updates.config_of(MODEL, MeshConfig(), replay="r3")
+    config = config.model_copy(update={"platform": config.platform.model_copy(update={"precision": "bf16"})})
+    initial, other = weights_of(folder, "rl")
+    with counted_syncs() as syncs:
+        updates(config, initial, other, scratch(folder, "waits"), CHANGES[:1])
+        found = dict(syncs)
+    finish()
     return found
 
 

@@ -89,7 +89,14 @@ class TokenStatistics(NamedTuple):
 
 
 def logprobs_and_entropy(
-    logits_Tv: Logits, targets_T: Tensor, tp: Axis, *, vocab_size: int, temperature: float, chunk_tokens: int
+    logits_Tv: Logits,
+    targets_T: Tensor,
+    tp: Axis,
+    *,
+    vocab_size: int,
+    temperature: float,
+    chunk_tokens: int,
+    rows_N: Tensor | None = None,
 ) -> TokenStatistics:
     """Collective over `tp` (forward only): logprobs and entropies under softmax(logits / temperature).
 
@@ -102,12 +109,14 @@ def logprobs_and_entropy(
         vocab_size: Number of token ids; the columns after them pad the vocabulary and have no probability.
         temperature: Divides the logits.
         chunk_tokens: Positions that are computed at once; deferred logits have a number of their own.
+        rows_N: Positions that need a result; None: those with a target, for whose number the host waits.
 
     Returns:
-        The statistics, equal on all ranks of `tp`; zeros where the target is ignored.
+        The statistics, equal on all ranks of `tp`; zeros elsewhere.
     """
     shard = _shard(logits_Tv, tp, vocab_size, temperature, chunk_tokens)
-    rows_N = (targets_T != IGNORED_TARGET).nonzero().flatten()
+    if rows_N is None:
+        rows_N = (targets_T != IGNORED_TARGET).nonzero().flatten()
     logprobs_T, entropy_T = _LogprobsAndEntropy.apply(*_factors(logits_Tv), targets_T, rows_N, shard)  # type: ignore[no-untyped-call]
     return TokenStatistics(logprobs_T, entropy_T)
 

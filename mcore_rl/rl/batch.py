@@ -17,7 +17,6 @@ from mcore_rl.megatron.platform import to_device
 from mcore_rl.megatron.routers import routers
 from mcore_rl.megatron.schedule import HeadOutput, ReadsDeferredLogits
 from mcore_rl.megatron.vocab import (
-    IGNORED_TARGET,
     Logits,
     TokenStatistics,
     logprobs_and_entropy,
@@ -57,6 +56,10 @@ class PolicyMicrobatch(PackedMicrobatch):
     completion_mask_T: Tensor
     """bool: positions that predict a sampled token of a completion, whether or not the completion is trained on. An
     environment's tokens are excluded."""
+    rows_N: Tensor
+    """int64: indices of the positions in `mask_T`, for whose number no pass then waits."""
+    completion_rows_N: Tensor
+    """int64: indices of the positions in `completion_mask_T`."""
     sequence_T: Tensor
     """int64: index in `samples` of each position's sample; arbitrary at positions that are not trained on."""
     lengths_N: Tensor
@@ -261,9 +264,11 @@ def make_microbatch(
         device,
     )
 
+    def local(full_S: Tensor) -> Tensor:
+        return full_S if cp.size == 1 else zigzag_spans(full_S[None], lengths, cp)[0]
+
     def on_this_rank(full_S: Tensor) -> Tensor:
-        cut_s = full_S if cp.size == 1 else zigzag_spans(full_S[None], lengths, cp)[0]
-        return to_device(cut_s, device)
+        return to_device(local(full_S), device)
 
     return PolicyMicrobatch(
         inputs=inputs,
@@ -271,6 +276,8 @@ def make_microbatch(
         spans=tuple(spans),
         mask_T=inputs.loss_mask_Bs[0] > 0,
         completion_mask_T=on_this_rank(completion_mask_S) > 0,
+        rows_N=to_device(local(mask_S).nonzero()[:, 0], device),
+        completion_rows_N=to_device(local(completion_mask_S).nonzero()[:, 0], device),
         sequence_T=on_this_rank(sequence_S),
         lengths_N=to_device(num_trained_N, device),
         rollout_logprobs_T=on_this_rank(rollout_logprobs_S),
@@ -373,15 +380,15 @@ class LogprobHead(ReadsDeferredLogits):
         self._temperature = temperature
         self._chunk_tokens = chunk_tokens
 
-    def logprobs_and_entropy(self, microbatch: PolicyMicrobatch, output: Logits, mask_T: Tensor) -> TokenStatistics:
-        """Collective over the tensor-parallel ranks: compute logprobs and entropy `[T]` from logits `[1, T, v]` where
-        the mask is True; zeros elsewhere.
+    def logprobs_and_entropy(self, microbatch: PolicyMicrobatch, output: Logits, rows_N: Tensor) -> TokenStatistics:
+        """Collective over the tensor-parallel ranks: compute logprobs and entropy `[T]` from logits `[1, T, v]` at the
+        positions `rows_N`; zeros elsewhere.
         """
-        targets_T = microbatch.inputs.labels_Bs[0].where(mask_T, IGNORED_TARGET)
         return logprobs_and_entropy(
             output[0],
-            targets_T,
+            microbatch.inputs.labels_Bs[0],
             self._mesh.tp,
+            rows_N=rows_N,
             vocab_size=self.vocab_size,
             temperature=self._temperature,
             chunk_tokens=self._chunk_tokens,
@@ -391,10 +398,9 @@ class LogprobHead(ReadsDeferredLogits):
         """Collective over the tensor-parallel ranks: compute logprobs `[N, v]` over this rank's slice of the vocabulary
         at positions that predict a sampled completion token, float32 in main memory.
         """
-        rows_N = microbatch.completion_mask_T.nonzero().flatten()
         return vocabulary_logprobs(
             output[0],
-            rows_N,
+            microbatch.completion_rows_N,
             self._mesh.tp,
             vocab_size=self.vocab_size,
             temperature=self._temperature,
@@ -411,7 +417,7 @@ class LogprobHead(ReadsDeferredLogits):
         return reverse_kl(
             output[0],
             microbatch.teacher_vocabulary_Nv,
-            microbatch.completion_mask_T.nonzero().flatten(),
+            microbatch.completion_rows_N,
             self._mesh.tp,
             vocab_size=self.vocab_size,
             temperature=self._temperature,
@@ -425,7 +431,7 @@ class LogprobHead(ReadsDeferredLogits):
 
     def __call__(self, microbatch: PolicyMicrobatch, output: Logits) -> HeadOutput:
         """Return the logprobs of one microbatch; there is no loss."""
-        logprobs_T = self.logprobs_and_entropy(microbatch, output, microbatch.completion_mask_T).logprobs_T.detach()
+        logprobs_T = self.logprobs_and_entropy(microbatch, output, microbatch.completion_rows_N).logprobs_T.detach()
         zero = logprobs_T.new_zeros((), dtype=torch.float32)
         return HeadOutput(loss=zero, count=zero.int(), outputs={"logprobs": logprobs_T})
 

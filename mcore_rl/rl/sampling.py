@@ -100,6 +100,7 @@ def draw(
             vocab_size=vocab_size,
             temperature=cut.temperature,
             chunk_tokens=max(1, len(tokens_B)),
+            rows_N=torch.arange(len(tokens_B), device=tokens_B.device),
         ).logprobs_T
     else:
         logprobs_B = _logprobs(tempered_Bv, tokens_B - first, tp, weights_Bv)

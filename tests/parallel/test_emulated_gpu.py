@@ -50,6 +50,12 @@ def test_updates_are_those_of_a_cpu(name: str, folder: Path) -> None:
 
 
 @pytest.mark.full
+def test_no_head_of_a_policy_waits_for_the_number_of_its_tokens(folder: Path) -> None:
+    places = on_gpu("waits", folder)
+    assert places and not [place for place in places if place.startswith(("vocab.py", "batch.py", "learner.py"))]
+
+
+@pytest.mark.full
 def test_a_resumed_run_is_bit_equal(folder: Path) -> None:
     found = on_gpu("resumed", folder)
     assert found["resumed"] == found["whole"] and len(found["whole"]) == emulated_updates.LAST_STEP
