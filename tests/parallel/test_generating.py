@@ -15,6 +15,7 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.families import family_of
 from mcore_rl.megatron.mesh import build_mesh
 from mcore_rl.rl.engines.base import Sampling
+from mcore_rl.rl.engines.native.engine import MegatronEngine
 from mcore_rl.rl.sampling import Cut, Drawn, draw, uniforms
 from mcore_rl.rl.types import Completion
 from tests.conversing import config_of as conversation_config
@@ -108,6 +109,30 @@ def test_completions_are_those_of_one_rank(case: str, mesh: str) -> None:
                     # A pipeline stage has the routes of its own layers.
                     of_stage_TLK = wanted.experts_TLK[:, places]
                     torch.testing.assert_close(ours.experts_TLK, of_stage_TLK, rtol=0, atol=0)
+
+
+def test_replicas_that_share_experts_ask_each_other_every_sixteen_tokens() -> None:
+    """Forty tokens and two more steps for the prompts; a replica with fewer completions goes on with the others."""
+    model, tensors, prompts, _, _ = work_of("qwen3_moe", 2)
+    sampling = Sampling(max_new_tokens=40, cut=Cut(temperature=0.8), stop_tokens=frozenset(range(4)))
+    work = (model, tensors, prompts, [sampling], {"slots": 16})
+    ((_, (wanted, *_)),) = run_ranks(questions_on, 1, MeshConfig(), *work)
+    assert {completion.finish for completion in wanted} == {"stop", "length"}
+    for asked, (run, *_) in run_ranks(questions_on, 2, MESHES["ep2"], *work):
+        assert asked[-1] == 0 and 40 <= sum(asked) <= 42 and len(asked) <= 5
+        assert [one.tokens_T for one in run] == [one.tokens_T for one in wanted[: len(run)]]
+
+
+def questions_on(*work: Any) -> tuple[list[int], list[list[Completion]]]:
+    """On a rank: the numbers of steps that the replicas agreed on, and the completions."""
+    asked, ask = list[int](), MegatronEngine._world_max
+
+    def counted(engine: MegatronEngine, number: int, device: torch.device) -> int:
+        asked.append(ask(engine, number, device))
+        return asked[-1]
+
+    MegatronEngine._world_max = counted  # type: ignore[method-assign]  # the rank's process ends with this function
+    return asked, completions_on(*work)[1]
 
 
 PROBLEMS = problems("1", "2", "refuse", "raise", "")

@@ -4,9 +4,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from mcore_rl.errors import EngineError
@@ -265,6 +267,10 @@ class NextToken(NamedTuple):
     seed: int
 
 
+NextTokens = Sequence[NextToken] | NDArray[np.int64]
+"""Tokens of a step, or the same as a table `[B, 4]`."""
+
+
 class Bucket(NamedTuple):
     """Shapes of a step."""
 
@@ -308,7 +314,7 @@ class StaticDecode:
         self._graphs: dict[Bucket, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._memory = torch.cuda.graph_pool_handle() if self._captures else None
 
-    def step(self, tokens: Sequence[NextToken]) -> Tensor:
+    def step(self, tokens: NextTokens) -> Tensor:
         """Return the drawn numbers `[4, B]` of these tokens, in slots 0 ... B - 1, on the device.
 
         The result is valid until the next step, which must not begin before the result has been read.
@@ -325,19 +331,19 @@ class StaticDecode:
             self._warm.add(bucket)
         return drawn_4B[:, : len(tokens)]
 
-    def bucket(self, tokens: Sequence[NextToken]) -> Bucket:
+    def bucket(self, tokens: NextTokens) -> Bucket:
         """Return the smallest bucket that fits these tokens."""
-        longest = max(token.position for token in tokens) + 1
+        longest = int(np.asarray(tokens)[:, 2].max()) + 1
         return Bucket(
             min(_power_of_two(len(tokens)), self._num_slots),
             min(_power_of_two(max(longest, LEAST_KEYS)), self._max_tokens),
         )
 
-    def _upload(self, tokens: Sequence[NextToken]) -> None:
+    def _upload(self, tokens: NextTokens) -> None:
         """Copy the tokens into the buffers. The previous copy has finished: its step's results have been read."""
         self._host_4B.zero_()
         self._host_4B[1] = TRASH_SLOT
-        self._host_4B[:, : len(tokens)] = torch.tensor(tokens).T
+        self._host_4B[:, : len(tokens)] = torch.from_numpy(np.asarray(tokens)).T
         self._inputs_4B.copy_(self._host_4B, non_blocking=True)
 
     def _run(self, bucket: Bucket) -> Tensor:

@@ -3,11 +3,12 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from math import isnan
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from mcore_rl.config.model import ModelConfig
@@ -29,6 +30,9 @@ from mcore_rl.rl.engines.native.decoder import Decoder, NextToken, StaticDecode,
 from mcore_rl.rl.engines.native.scheduler import Draft, Scheduler, Step
 from mcore_rl.rl.sampling import draw, uniforms
 from mcore_rl.rl.types import Completion, Group, Prompt, single_version
+
+STEPS_TOGETHER = 16
+"""Most steps between two questions of replicas that share experts whether any of them has unfinished completions."""
 
 Listener = Callable[[int, int, Sequence[int]], None]
 """Function called for each drawn token with the prompt's index, the index in the group, and the completion so far."""
@@ -76,7 +80,7 @@ class MegatronEngine(QuietEngine):
         """Whether logprobs equal the trainer's bit for bit."""
         # Replicas that share experts must step together: an idle replica computes a token that is never read.
         spread = mesh.ep.size * mesh.etp.size > 1
-        self._in_step = self._has_experts and spread and mesh.dp_cp.size > 1
+        self.in_step = self._has_experts and spread and mesh.dp_cp.size > 1
         against = reason_against_graphs(chunks, mesh, next(chunks[0].parameters()).device)
         if config.cuda_graphs is True and against:
             raise ConfigError(f'rl.engine.cuda_graphs=true, but {against}. Set it to "auto", or false.')
@@ -127,8 +131,9 @@ class MegatronEngine(QuietEngine):
             with ExitStack() as stack:
                 if watched is not None:
                     run.choosing = stack.enter_context(keeping_choices(self._chunks))
-                while self._any_busy(run.scheduler.is_busy, decoder.device):
-                    run.step()
+                while num_steps := self._world_max(run.least_steps, decoder.device):
+                    for _ in range(num_steps):
+                        run.step()
             if watched is not None:
                 self._overlap_2 += watched.overlap(self.mesh, decoder.token_multiple)
         made = {(draft.group, draft.index): run.completion(draft) for draft in drafts}
@@ -155,18 +160,18 @@ class MegatronEngine(QuietEngine):
         topk = self.model.indexer.top_k
         if topk is None or not self._compares_choices or self._compared_version == self.policy_version:
             return None
-        if not self._any_busy(longest > topk, device):
+        if not self._world_max(int(longest > topk), device):
             return None
         self._compared_version = self.policy_version
         return ChosenKeys(self._chunks, drafts[0] if drafts else None, longest, topk)
 
-    def _any_busy(self, is_busy: bool, device: torch.device) -> bool:
-        """Whether this replica, or any replica that it shares experts with, has unfinished completions."""
-        if not self._in_step:
-            return is_busy
-        flag = torch.tensor(int(is_busy), device=device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.mesh.world.group)
-        return bool(flag)
+    def _world_max(self, number: int, device: torch.device) -> int:
+        """Return the largest number of the replicas that this one shares experts with; its own if there are none."""
+        if not self.in_step:
+            return number
+        largest = torch.tensor(number, device=device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.mesh.world.group)
+        return int(largest)
 
 
 def native_engine(config: RlRunConfig, chunks: Sequence[nn.Module], mesh: Mesh, decode: Decode) -> Engine:
@@ -188,26 +193,85 @@ class _Run:
         """Watch over the choices of keys of a completion."""
         self.choosing: list[Any] = []
         """The layers that make these choices."""
+        self._steady: _SteadySteps | None = None
+        self._stop_tokens_S1 = np.array([*sampling.stop_tokens], dtype=np.int64)[:, None]
+
+    @property
+    def least_steps(self) -> int:
+        """Number of steps after which this replica may have finished: 0 if it has, and at most STEPS_TOGETHER."""
+        scheduler = self.scheduler
+        if not scheduler.is_busy or not self._engine.in_step:
+            return int(scheduler.is_busy)  # alone, it asks nobody
+        if scheduler.is_waiting:
+            return STEPS_TOGETHER
+        num_done = min(len(draft.tokens_T) for draft in scheduler.active) + (
+            self._steady.num_steps if self._steady else 0
+        )
+        return min(STEPS_TOGETHER, self._sampling.max_new_tokens - num_done)
 
     def step(self) -> None:
         """Compute a step of the schedule, append the drawn tokens, and remove the finished completions."""
+        if self._steady is not None:
+            self._repeat(self._steady)
+            return
         step = self.scheduler.next_step()
         self._decoder.copy(step.copies)
         watched = self.chosen_keys.rows(step, self.scheduler.active) if self.chosen_keys is not None else {}
         # A graph would not show its choices.
         if self.static is not None and step.num_decode and not step.spans and not watched:
             active = self.scheduler.active
-            drawn = self._read(self.static.step([NextToken(*row, active[row.slot].seed) for row in step.rows]))
+            drawn_3B = self._read(self.static.step([NextToken(*row, active[row.slot].seed) for row in step.rows]))
         else:
-            drawn_3B = self.compute(*self._tokens(step))
-            drawn = self._read(drawn_3B) if step.drawing else [[], [], [], []]
+            computed_3B = self.compute(*self._tokens(step))
+            drawn_3B = self._read(computed_3B) if step.drawing else np.zeros((3, 0))
         if watched and self.chosen_keys is not None:
             self.chosen_keys.add(watched, [layer.kept_choice for layer in self.choosing])
         self.scheduler.computed(step)
         self._decoder.copy(step.branches)
+        drawn = drawn_3B.tolist()
         finished = [slot for slot, *numbers in zip(step.drawing, *drawn, strict=True) if self._add(slot, numbers)]
         if finished:
             self._decoder.copy(self.scheduler.remove(finished))
+        elif step.num_decode and not step.spans and not step.copies:
+            # Nothing was added and nothing ended: the next steps are the same, one position on, until something ends.
+            self._steady = self._new_steady()
+
+    def _new_steady(self) -> "_SteadySteps | None":
+        """Return the state of steps in which each slot only draws its next token; None if each is looked at."""
+        if self._engine.listener is not None or self.chosen_keys is not None:
+            return None
+        rows = [
+            NextToken(draft.tokens_T[-1], slot, draft.cached, draft.seed)
+            for slot, draft in enumerate(self.scheduler.active)
+        ]
+        num_left = self._sampling.max_new_tokens - max(len(draft.tokens_T) for draft in self.scheduler.active)
+        return _SteadySteps(rows, len(rows) + self._padding(len(rows)), num_left)
+
+    def _repeat(self, steady: "_SteadySteps") -> None:
+        """Compute a step in which each slot draws its next token; when any ends, give all of them their tokens."""
+        if self.static is not None:
+            drawn_3B = self._read(self.static.step(steady.next_B4()))
+        else:
+            drawn_3B = self._read(self.compute(*self._steady_tokens(steady)))
+        tokens_B = drawn_3B[0].astype(np.int64)
+        is_stopped_B = (tokens_B == self._stop_tokens_S1).any(0)
+        if self._sampling.stop_strings:
+            for slot, draft in enumerate(self.scheduler.active):
+                is_stopped_B[slot] |= self._strings[draft].end(int(tokens_B[slot]))
+        steady.add(tokens_B, drawn_3B)
+        if steady.num_steps < steady.num_left and not is_stopped_B.any():
+            return
+        self._steady, finished = None, []
+        of_slots = zip(*(block_nB.T.tolist() for block_nB in steady.blocks()), strict=True)
+        for slot, (draft, (tokens, logprobs, kept)) in enumerate(zip(self.scheduler.active, of_slots, strict=True)):
+            draft.tokens_T += tokens
+            draft.logprobs_T += logprobs
+            draft.kept_logprobs_T += kept
+            draft.cached += steady.num_steps
+            draft.is_stopped = bool(is_stopped_B[slot])
+            if self._ends(draft, slot):
+                finished.append(slot)
+        self._decoder.copy(self.scheduler.remove(finished))
 
     def completion(self, draft: Draft) -> Completion:
         """Return the completion of a finished draft."""
@@ -231,11 +295,14 @@ class _Run:
         draft.kept_logprobs_T.append(kept)
         if self._engine.listener is not None:
             self._engine.listener(draft.group, draft.index, draft.tokens_T)
-        is_full = len(draft.tokens_T) >= self._sampling.max_new_tokens
         draft.is_stopped = draft.tokens_T[-1] in self._sampling.stop_tokens or (
             bool(self._sampling.stop_strings) and self._strings[draft].end(draft.tokens_T[-1])
         )
-        is_finished = is_full or draft.is_stopped
+        return self._ends(draft, slot)
+
+    def _ends(self, draft: Draft, slot: int) -> bool:
+        """Whether the completion ends with its newest token; its routes are then read."""
+        is_finished = draft.is_stopped or len(draft.tokens_T) >= self._sampling.max_new_tokens
         if is_finished and self._sampling.with_routes:
             self.routes[draft] = self._decoder.routes(slot, draft.cached)
         return is_finished
@@ -249,8 +316,7 @@ class _Run:
             spans.append(PrefillRows(begin, end, span.slot, span.stop))
             if span.stop == len(active[span.slot].prompt_T):
                 drawing += [end - 1] * len(span.drawing)
-        multiple = self._decoder.token_multiple
-        padding = max(-end % multiple, multiple - end)
+        padding = self._padding(end)
         seeds = [active[slot].seed for slot in step.drawing]
         # A single copy to the device. Each part is contiguous, because compiled layers read the positions.
         fields = *zip(*step.rows, *[(0, -1, 0)] * padding, strict=True), drawing, seeds
@@ -264,6 +330,21 @@ class _Run:
             num_decode=step.num_decode,
             longest=max((row.position + 1 for row in step.rows[: step.num_decode]), default=0),
             spans=tuple(spans),
+        )
+        return tokens, drawing_B, seeds_B
+
+    def _padding(self, num_tokens: int) -> int:
+        """Return the number of tokens to add to a step, which is never empty."""
+        multiple = self._decoder.token_multiple
+        return max(-num_tokens % multiple, multiple - num_tokens)
+
+    def _steady_tokens(self, steady: "_SteadySteps") -> tuple[StepTokens, Tensor, Tensor]:
+        """Return what `_tokens` does, of a step in which each slot draws its next token."""
+        numbers = to_device(torch.from_numpy(steady.numbers), self._decoder.device)
+        ids_T, slots_T, positions_T, drawing_B, seeds_B = numbers.split(steady.sizes)
+        longest, count = steady.longest + 1, len(drawing_B)
+        tokens = StepTokens(
+            ids_T=ids_T, slots_T=slots_T, positions_T=positions_T, num_decode=count, longest=longest, spans=()
         )
         return tokens, drawing_B, seeds_B
 
@@ -295,15 +376,53 @@ class _Run:
             dist.broadcast(drawn_3B, group=engine.mesh.pp.group, group_src=engine.mesh.pp.size - 1)
         return drawn_3B
 
-    def _read(self, drawn_3B: Tensor) -> list[list[float]]:
+    def _read(self, drawn_3B: Tensor) -> NDArray[np.float64]:
         """Copy the drawn numbers to the host, the only synchronization of a step. Raises EngineError for a NaN."""
-        drawn: list[list[float]] = drawn_3B.tolist()
-        if any(isnan(number) for numbers in drawn for number in numbers):
+        drawn: NDArray[np.float64] = drawn_3B.cpu().numpy()
+        if np.isnan(drawn).any():
             raise EngineError(
                 f"the policy of version {self._engine.policy_version} gives logits that are not finite. Go back to an "
                 "earlier checkpoint, or lower optim.lr."
             )
         return drawn
+
+
+class _SteadySteps:
+    """Steps since a slot was last given or taken, in which each slot draws its next token."""
+
+    def __init__(self, rows: Sequence[NextToken], width: int, num_left: int) -> None:
+        """Take the next step's tokens, their number with padding, and the steps after which a completion is full."""
+        self.num_left, self.drawn = num_left, list[NDArray[np.float64]]()
+        self.sizes = [width] * 3 + [len(rows)] * 2
+        self.numbers = np.zeros(sum(self.sizes), dtype=np.int64)
+        """Fields of the next step's tokens with padding, the indices of those to draw from, and their seeds."""
+        fields_3T, self._table_B4 = self.numbers[: 3 * width].reshape(3, width), np.array(rows, dtype=np.int64)
+        fields_3T[1, len(rows) :] = -1
+        fields_3T[:, : len(rows)] = self._table_B4.T[:3]
+        self.numbers[3 * width :] = [*range(len(rows)), *self._table_B4[:, 3]]
+        self._ids_B, _, self._positions_B = fields_3T[:, : len(rows)]
+        self.longest = int(self._positions_B.max())
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.drawn)
+
+    def next_B4(self) -> NDArray[np.int64]:
+        """Return the next step's tokens, with the columns of `NextToken`."""
+        self._table_B4[:, 0], self._table_B4[:, 2] = self._ids_B, self._positions_B
+        return self._table_B4
+
+    def add(self, tokens_B: NDArray[np.int64], drawn_3B: NDArray[np.float64]) -> None:
+        """Keep a step's numbers `[3, B]`, which the next step may overwrite, and go one position on."""
+        self.drawn.append(drawn_3B.copy())
+        self._ids_B[:] = tokens_B
+        self._positions_B += 1
+        self.longest += 1
+
+    def blocks(self) -> tuple[NDArray[Any], ...]:
+        """Return the tokens, their logprobs and the log of their kept mass, `[num_steps, B]` each."""
+        tokens_nB, logprobs_nB, kept_nB = np.stack(self.drawn, axis=1)
+        return tokens_nB.astype(np.int64), logprobs_nB, kept_nB
 
 
 NUM_POSITIONS = 64

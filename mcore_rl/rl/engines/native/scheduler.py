@@ -112,6 +112,11 @@ class Scheduler:
         """Drafts in progress, by slot."""
 
     @property
+    def is_waiting(self) -> bool:
+        """Whether any completion has no slot yet, or a prompt that is not computed."""
+        return bool(self._waiting) or not all(draft.is_read for draft in self.active)
+
+    @property
     def is_busy(self) -> bool:
         """Whether any completion is unfinished."""
         return bool(self._waiting or self.active)

@@ -16,6 +16,7 @@ from mcore_rl.model.router_load import RouterLoad
 from mcore_rl.rl.batch import evaluating
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.native.engine import MegatronEngine
+from mcore_rl.rl.engines.native.scheduler import Scheduler
 from mcore_rl.rl.rewards.interface import RewardInput
 from mcore_rl.rl.rewards.rules import exact
 from mcore_rl.rl.sampling import Cut
@@ -148,6 +149,20 @@ def test_routes_are_those_of_the_training_pass(case: str, one_rank: Mesh) -> Non
 @pytest.mark.parametrize("case", ["qwen3_moe", "llama"])
 def test_it_keeps_the_contract_of_engines(case: str, one_rank: Mesh) -> None:
     contract.check_all(engine_of(case, one_rank)[2], VOCAB)
+
+
+def test_steps_between_two_ends_are_scheduled_once(one_rank: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen completions of 30 tokens each in 16 slots: prompts, a step after them, and one step that repeats."""
+    _, _, engine = engine_of("qwen3_moe", one_rank, slots=16)
+    scheduled, next_step = [], Scheduler.next_step
+    monkeypatch.setattr(
+        Scheduler, "next_step", lambda scheduler: scheduled.append(next_step(scheduler)) or scheduled[-1]
+    )
+    sampling = dataclasses.replace(GREEDY, max_new_tokens=30, stop_tokens=frozenset())
+    prompts = ragged_prompts(8, VOCAB)
+    groups = engine.generate(prompts, sampling, [[1, 2]] * 8)
+    assert {len(one.tokens_T) for group in groups for one in group.completions} == {30}
+    assert len(scheduled) <= 4
 
 
 def test_text_and_stop_strings_are_of_the_tokenizer(one_rank: Mesh) -> None:
