@@ -204,12 +204,11 @@ def gated_delta_by(
     value: Tensor,
     decay_TH: Tensor,
     beta_TH: Tensor,
-    lengths: tuple[int, ...],
+    bounds_R1: Tensor,
     states: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return outputs and states as `mcore_rl.model.layers.delta.gated_delta` does, for sequences of these lengths."""
+    """Return outputs and states as `mcore_rl.model.layers.delta.gated_delta` does, for sequences with these bounds."""
     repeat = value.shape[1] // key.shape[1]
-    bounds = torch.tensor((0, *lengths), device=value.device).cumsum(0)
     output, after = kernel(
         query.repeat_interleave(repeat, 1)[None],
         key.repeat_interleave(repeat, 1)[None],
@@ -219,6 +218,6 @@ def gated_delta_by(
         initial_state=states,
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
-        cu_seqlens=bounds,
+        cu_seqlens=bounds_R1,
     )
     return output[0], after

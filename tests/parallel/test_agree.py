@@ -32,6 +32,7 @@ from mcore_rl.megatron.agree import from_first_of_model, on_every_rank, on_rank_
 from mcore_rl.megatron.mesh import build_mesh, destroy_mesh, seed_ranks
 from mcore_rl.megatron.patches.replacements import without_hosts
 from mcore_rl.megatron.platform import Platform, start, stop
+from mcore_rl.model.build import LocalShard, gathered
 from mcore_rl.train.loop import StopRequest
 from mcore_rl.workers.forked_rank import STOP_SIGNALS
 from mcore_rl.workers.launcher import free_port
@@ -63,6 +64,28 @@ def parts_of_stages() -> list[Any]:
     value = {"parts": [0, 1], "unsent": lambda: None} if mesh.pp.rank == 0 else None
     part = from_first_of_model(value, mesh, lambda value, stage: {"part": value["parts"][stage]})
     return [part["part"], from_first_of_model("whole" if mesh.pp.rank == 0 else None, mesh)]
+
+
+def test_shards_are_gathered_in_main_memory_by_a_rank_that_holds_none() -> None:
+    """Rank 0 has nothing of either tensor: one is cut over ranks 1 and 2, the other rank 2's alone, in bf16."""
+    first, *others = run_ranks(gathered_on_ranks, 3)
+    assert others == [{}, {}]
+    assert first == {"cut": (list(range(8)), "cpu", "torch.float32"), "whole": ([7.0, 8.0], "cpu", "torch.bfloat16")}
+
+
+def gathered_on_ranks() -> dict[str, tuple[list[float], str, str]]:
+    mesh = build_mesh(MeshConfig())
+    rank = mesh.world.rank
+    half = torch.arange(4.0 * (rank - 1), 4.0 * rank)
+    # Not contiguous in memory, and with a gradient, as a parameter is.
+    data = torch.stack([half, half], 1).requires_grad_()[:, 0].view(2, 2)
+    cut = LocalShard(
+        key="cut", where=(slice(2 * rank - 2, 2 * rank),), global_shape=(4, 2), data=data, is_main=rank > 0
+    )
+    own = torch.tensor([7.0, 8.0], dtype=torch.bfloat16)
+    whole = LocalShard(key="whole", where=(slice(0, 2),), global_shape=(2,), data=own, is_main=rank == 2)
+    tensors = gathered([cut, whole], mesh)
+    return {name: (one.flatten().tolist(), str(one.device), str(one.dtype)) for name, one in tensors.items()}
 
 
 def policies_of_threads() -> dict[str, set[int]]:

@@ -54,6 +54,8 @@ class ChunkGrid(NamedTuple):
     """Indices of the sequences, by descending number of chunks."""
     rows_T: Tensor
     """Index of each token's sequence."""
+    bounds_R1: Tensor
+    """Index of each sequence's first token, then the number of tokens."""
 
     def scatter(self, tokens: Tensor) -> Tensor:
         """Arrange `[T, H, ...]` as `[N, H, C, ...]`; cells without a token are zero, which does not change states."""
@@ -88,6 +90,7 @@ def chunk_grid(lengths: tuple[int, ...], device: torch.device) -> ChunkGrid:
         cells_T=to_device(cells_T, device),
         order_R=to_device(order_R, device),
         rows_T=to_device(rows_T, device),
+        bounds_R1=to_device(torch.tensor((0, *lengths)).cumsum(0), device),
     )
 
 
@@ -182,13 +185,10 @@ def causal_conv(
     # Put W - 1 rows before each sequence.
     places_T = torch.arange(num_tokens, device=inputs_TC.device) + back * (grid.rows_T + 1)
     wide = inputs_TC.new_zeros(num_tokens + back * len(grid.lengths), channels).index_copy(0, places_T, inputs_TC)
-    ends_R = torch.tensor(grid.lengths, device=wide.device).cumsum(0) + back * torch.arange(
-        1, len(grid.lengths) + 1, device=wide.device
-    )
+    ends_R = grid.bounds_R1[1:] + back * torch.arange(1, len(grid.lengths) + 1, device=wide.device)
     last_RW = ends_R[:, None] + torch.arange(-back, 0, device=wide.device)
     if before is not None:
-        lengths_R = torch.tensor(grid.lengths, device=wide.device)
-        wide = wide.index_copy(0, (last_RW - lengths_R[:, None]).flatten(), before.flatten(0, 1))
+        wide = wide.index_copy(0, (last_RW - grid.bounds_R1.diff()[:, None]).flatten(), before.flatten(0, 1))
     length = num_tokens + back * (len(grid.lengths) - 1)
     total = wide[back : back + length] * weight_CW[:, back]
     for tap in range(back):
@@ -408,7 +408,7 @@ class GatedDeltaNet(MegatronModule):
         decay_TH, beta_TH = gates(alpha, beta, heads)
         kernel = delta_kernel(value, deterministic=self.config.deterministic_mode)
         if kernel is not None:
-            return gated_delta_by(kernel, query, key, value, decay_TH, beta_TH, grid.lengths, states)
+            return gated_delta_by(kernel, query, key, value, decay_TH, beta_TH, grid.bounds_R1, states)
         return gated_delta(query, key, value, decay_TH, beta_TH, grid, states)
 
     def _gated(self, mixed: Tensor, z: Tensor, norm_V: Tensor) -> Tensor:

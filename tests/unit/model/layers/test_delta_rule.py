@@ -1,10 +1,13 @@
 """The gated delta rule is transformers', packed or apart, in parts, or token by token."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
+from mcore_rl.megatron.kernels import gated_delta_by
 from mcore_rl.model.layers import delta as delta_rule
 from mcore_rl.model.layers.delta import causal_conv, causal_conv_step, chunk_grid, gated_delta, gated_delta_step
 
@@ -114,3 +117,21 @@ def test_the_convolution_sees_its_own_sequence_only_and_hands_on_its_last_inputs
     second, at_end = causal_conv_step(more[1::2], weight_CW, between)
     assert error(torch.stack([first, second], 1).flatten(0, 1), together) <= 1e-6
     assert torch.equal(at_end, after)
+
+
+def test_layers_of_a_pass_share_one_copy_of_the_sequences_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor of the host's numbers on a device is a copy that a layer would wait for."""
+    grid = chunk_grid((3, 5), CPU)
+    assert chunk_grid((3, 5), CPU) is grid and grid.bounds_R1.tolist() == [0, 3, 8]
+    inputs_TC, weight_CW, before = torch.rand(8, 2), torch.rand(2, 4), torch.rand(2, 3, 2)
+    heads, gates_TH = torch.rand(8, 2, 4), torch.rand(8, 2)
+    monkeypatch.setattr(torch, "tensor", lambda *_, **__: pytest.fail("a copy from the host"))
+    causal_conv(inputs_TC, weight_CW, grid, before)
+    given = []
+
+    def kernel(*heads: torch.Tensor, cu_seqlens: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        given.append(cu_seqlens)
+        return heads[2], heads[2]
+
+    gated_delta_by(kernel, heads, heads, heads, gates_TH, gates_TH, grid.bounds_R1, None)
+    assert given[0] is grid.bounds_R1
