@@ -4,24 +4,17 @@ It also answers `mcore-rl plan FOLDER --gpus 8xH100`: whether a training of a mo
 """
 
 import argparse
-import json
-import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from mcore_rl.checks.programs import PROGRAMS, Program
-from mcore_rl.config.describe import describe
-from mcore_rl.config.load import load_config
+from mcore_rl.cli.migrate import translated
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.other_names import SAME_VALUE, setting_named, system_of
 from mcore_rl.config.run import RunConfig
-from mcore_rl.config.section import Section
 from mcore_rl.config.toml import toml_value
 from mcore_rl.errors import ConfigError
 from mcore_rl.planning.device import LARGEST_NODE, Gpus, known_device, parse_gpus
@@ -37,11 +30,6 @@ Line = tuple[str, Any, str]
 """Field, value, and comment."""
 LARGEST = 4096
 """Largest number of GPUs to try."""
-NUMBER = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
-MISSING = "???"
-"""Value in YAML of OmegaConf (verl, NeMo-RL) that the command line must give; `${...}` refers to other settings."""
-SHOWN = 60
-"""Maximum length of a value in the list of settings that are not translated, in characters."""
 
 
 def main(args: argparse.Namespace) -> int:
@@ -217,78 +205,3 @@ def size_of(model: ModelConfig) -> str:
         active = weights.dense + weights.expert * model.moe.top_k // model.moe.num_experts
         text += f", {active / 1e9:.3g} B at work for a token"
     return text
-
-
-def translated(path: Path, program: str | None, folder: str | None) -> str:
-    """Return the text of a config for a YAML or JSON file of another system; ConfigError if it is none.
-
-    Each setting with the same value becomes a field, any other a comment. `folder` replaces the model.
-    """
-    settings, system = _read(path)
-    if program is None and system in (None, "TRL") and "num_generations" not in settings:
-        raise ConfigError(f"{path} does not say which training it is of. Give --program sft, rm, dpo or rl.")
-    program = program or "rl"
-    cls: type[Section] = PROGRAMS[program].config
-    fields = {doc.key for doc in describe(cls)}
-    values: dict[str, tuple[Any, str]] = {}
-    known, unknown = [], []
-    rows = [(key, value, setting_named(key, fields, system)) for key, value in settings.items()]
-    # A setting for one field takes precedence over a setting for several, such as verl's clip_ratio.
-    for key, value, row in sorted(rows, key=lambda entry: -len(entry[2].fields) if entry[2] else 0):
-        text = " ".join(str(value).split())
-        said = f"#   {key} = {text if len(text) <= SHOWN else f'{text[:SHOWN]}...'}"
-        if row is None:
-            unknown.append(said)
-            continue
-        ours = [field for field in row.fields if field in fields]
-        if not (row.is_same and SAME_VALUE.issuperset(ours)):
-            known.append(f"{said}: here {' and '.join(ours)}{row.note and '. '}{row.note}")
-        elif refusal := _refusal_of(cls, ours, value):
-            known.append(f"{said}: {refusal}")
-        else:
-            values |= dict.fromkeys(ours, (value, key))
-    if folder is not None:
-        values["model.path"] = folder, "FOLDER"
-    whose = f"a config of {system}" if system else "which is of no system that is known"
-    lines = [f"# {program}, from {path}, {whose}. Complete it, and look at it with `mcore-rl config THIS_FILE`."]
-    lines += [f"{key} = {toml_value(value)}  # {origin}" for key, (value, origin) in sorted(values.items())]
-    if known:
-        lines += ["# Not of the same value here:", *known]
-    if unknown:
-        lines += ["# No field is known to stand for:", *unknown]
-    return "\n".join(lines) + "\n"
-
-
-def _read(path: Path) -> tuple[dict[str, Any], str | None]:
-    try:
-        text = path.read_text(encoding="utf-8")
-        table = json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(text)
-    except OSError as error:
-        raise ConfigError(f"--from {path} cannot be read: {error.strerror}.") from None
-    except (ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"--from {path} is neither YAML nor JSON: {' '.join(str(error).split())}.") from None
-    if not isinstance(table, dict):
-        raise ConfigError(f"--from {path} is a {type(table).__name__}, wanted settings by name.")
-    return dict(_leaves(table, "")), system_of(text)
-
-
-def _leaves(table: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
-        elif value is not None:
-            # YAML reads 1e-6, which has no dot, as text.
-            is_number = isinstance(value, str) and NUMBER.fullmatch(value)
-            yield f"{prefix}{name}", float(value) if is_number else value
-
-
-def _refusal_of(cls: type[Section], ours: list[str], value: Any) -> str:
-    if isinstance(value, str) and ("${" in value or value == MISSING):
-        return "to be written out: it stands for a value of another place"
-    if not isinstance(value, bool | int | float | str | list):
-        return f"a {type(value).__name__}"
-    try:
-        load_config(cls, None, [f"{field}={toml_value(value)}" for field in ours])
-    except ConfigError as error:
-        return " ".join(str(error).replace(" on the command line", "").split())
-    return ""

@@ -23,6 +23,8 @@ S = TypeVar("S", bound=Section)
 OVERRIDDEN = {"data.prompt_field": "data.prompt_template", "rl.prompts.prompt_field": "rl.prompts.prompt_template"}
 """Field -> alternative to it. If the field is set on top of a file that sets the alternative, the alternative gets its
 default."""
+UNTRANSLATED = "untranslated."
+"""Keys of settings of another system that `mcore-rl init --from` leaves to the user: a config with one is refused."""
 MISSPELT = 0.93
 """Similarity, by difflib, above which an unknown key is taken for a misspelt field rather than another system's
 setting."""
@@ -278,6 +280,9 @@ def _of_other_kind(cls: type[Section], settings: Mapping[str, Setting], key: str
 
 def _not_a_field(cls: type[Section], setting: Setting) -> str:
     key = setting.key
+    if key.startswith(UNTRANSLATED):
+        what = key.removeprefix(UNTRANSLATED)
+        return f"{what} is to be decided: {setting.value}. Then delete the line {setting.source} that begins {key}."
     sections = {doc.key: doc.fields for doc in describe_sections(cls)}
     if key in sections:
         example = sections[key][0].key if sections[key] else f"{key}.<field>"

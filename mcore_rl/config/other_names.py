@@ -26,8 +26,6 @@ class Equivalent:
     megatron: tuple[str, ...] = ()
     note: str = ""
     """A sentence on a difference between the two systems."""
-    is_same: bool = True
-    """Whether the fields in SAME_VALUE take the value of the setting unchanged."""
 
     @property
     def named(self) -> tuple[tuple[str, str], ...]:
@@ -66,8 +64,6 @@ VALUE_NOTES: dict[str, dict[str, str]] = {}
 """Key -> item of its value in other systems -> what stands for it here, or why nothing does, and what to do."""
 for _row in _NAMES["value_note"]:
     VALUE_NOTES.setdefault(_row["field"], {}).update(dict.fromkeys(_row["items"], _row["note"]))
-SAME_VALUE = frozenset(_NAMES["same_value"])
-"""Fields that take the values of the corresponding settings unchanged, if the type fits."""
 SIGNS: dict[str, str] = _NAMES["signs"]
 """System -> words that occur only in its configs; the first system that matches decides."""
 ARGUMENTS = tuple(Argument(**row) for row in _table("megatron_names.toml")["argument"])
@@ -93,35 +89,22 @@ def equivalent_named(key: str, fields: Collection[str]) -> tuple[str, Equivalent
     return found and found[1:]
 
 
-def setting_named(key: str, fields: Collection[str], system: str | None) -> Equivalent | None:
-    """Return the row of the whole dotted name `key` in a config of `system` (None: any); the longest match decides."""
-    wanted = _parts(key)
-    found = [
-        (len(parts), -len(row.fields), row)
-        for row in EQUIVALENTS
-        for of, name in row.named
-        if system in (None, of) and any(field in fields for field in row.fields)
-        if wanted[-len(parts := _parts(name)) :] == parts
-    ]
-    return max(found, key=lambda match: match[:2])[2] if found else None
-
-
 def system_of(text: str) -> str | None:
-    """Return the system of a config in YAML or JSON, by words that only its configs have; None if unknown."""
+    """Return the system of a config or a command, by words that only its configs have; None if unknown."""
     return next((system for system, sign in SIGNS.items() if re.search(sign, text)), None)
 
 
 def refuse_foreign_config(path: str, text: str) -> None:
-    """Raise a ConfigError if the file is a config in YAML or JSON; the message names the system that it is from."""
-    is_json, is_yaml = text.lstrip().startswith("{"), path.lower().endswith((".yaml", ".yml"))
-    if not (is_json or is_yaml or path.lower().endswith(".json")):
+    """Raise a ConfigError if the file is YAML, JSON or a shell script; the message names the system that it is from."""
+    forms = {".yaml": "YAML", ".yml": "YAML", ".json": "JSON", ".sh": "a shell script"}
+    form = forms.get(Path(path).suffix.lower(), "JSON" if text.lstrip().startswith("{") else None)
+    if form is None:
         return
     system = system_of(text)
-    form = "YAML" if is_yaml else "JSON"
     whose = f"a config of {system}, in {form}" if system else f"{form}"
     raise ConfigError(
-        f"{path} is {whose}; configs here are TOML. `mcore-rl init --from {path}` writes what can be said of it as "
-        "TOML, and lists the rest; or begin with a recipe (`mcore-rl recipes`), and set on it what differs: a key of "
+        f"{path} is {whose}; configs here are TOML. `mcore-rl init --from {path}` writes it as TOML, with what remains "
+        "to be decided; or begin with a recipe (`mcore-rl recipes`), and set on it what differs: a key of "
         'the other system is answered with ours, and "What others call it" in docs/algorithms.md lists them.'
     )
 

@@ -68,7 +68,7 @@ class SglangApi(ServerApi):
             experts=meta.get("routed_experts"),
         )
 
-    def _experts(self, text: str, num_tokens: int) -> NDArray[np.int32]:
+    def _experts(self, text: str, num_tokens: int) -> NDArray[np.integer]:
         return read_flat(text, num_tokens, self._top_k)
 
     def _scoring(self, tokens_T: Sequence[int], adapter: str | None) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class VllmApi(ServerApi):
             experts=choice.get("routed_experts"),
         )
 
-    def _experts(self, text: str, num_tokens: int) -> NDArray[np.int32]:
+    def _experts(self, text: str, num_tokens: int) -> NDArray[np.integer]:
         return read_npy(text)
 
     def _scoring(self, tokens_T: Sequence[int], adapter: str | None) -> dict[str, Any]:
