@@ -85,14 +85,9 @@ class _Translation:
                 continue
             try:
                 value = self._value(expressions[field])
-                value = [value] if isinstance(value, str) and doc.type.startswith("a list") else value
-                if value is not None:
-                    self._check({**kinds, field: value})
             except _OpenError as reason:
-                culprit = self._culprit()
-                used = f"{culprit} = {_text(self.used[culprit])}: " if self.used.get(culprit) is not None else ""
-                into = self.unset if field.startswith(NO_EFFECT) else self.open
-                into[field] = f"{used}{reason}"
+                used = self.used.get(culprit := self._culprit())
+                self._leave(field, f"{culprit} = {_text(used)}: {reason}" if used is not None else str(reason))
                 continue
             if value is None:
                 continue
@@ -102,7 +97,13 @@ class _Translation:
             origin = [f"{key} = {text}" for key, text, is_given in read if is_given]
             # A default that was read last is the value, and what was read before it a condition.
             origin += [f"{key} = {text} (default)" for key, text, is_given in read[-1:] if not is_given]
+            value = [value] if isinstance(value, str) and doc.type.startswith("a list") else value
             found[field] = value, ", ".join(origin), any(is_given for _, _, is_given in read)
+        if self._refusal({field: value for field, (value, _, _) in found.items()}):
+            for field, (value, origin, _) in list(found.items()):
+                if refusal := self._refusal({**kinds, field: value}):
+                    self._leave(field, f"{origin}: {refusal}")
+                    del found[field]
         docs = self._fields(kinds)
         for field in expressions:
             if field in found and field in docs:
@@ -111,15 +112,19 @@ class _Translation:
                 if is_given or not docs[field].default or tomllib.loads(f"a = {docs[field].default}")["a"] != value:
                     self.values[field] = value, origin
 
+    def _leave(self, field: str, reason: str) -> None:
+        (self.unset if field.startswith(NO_EFFECT) else self.open)[field] = reason
+
     def _fields(self, kinds: Mapping[str, Any]) -> dict[str, FieldDoc]:
         return fields_of(self.cls, {key: Setting(key, value, None, 0) for key, value in kinds.items()})
 
-    def _check(self, values: Mapping[str, Any]) -> None:
-        """Raise _OpenError if the last of these fields does not accept its value."""
+    def _refusal(self, values: Mapping[str, Any]) -> str:
+        """Return why one of these fields does not accept its value; "" if all do."""
         try:
             load_config(self.cls, None, [f"{field}={toml_value(value)}" for field, value in values.items()])
         except ConfigError as error:
-            raise _OpenError(" ".join(shown(str(error)).replace(" on the command line", "").split())) from None
+            return " ".join(shown(str(error)).replace(" on the command line", "").split())
+        return ""
 
     def _value(self, expression: str) -> Any:
         """Return the value of an expression of the table; _OpenError if it has none."""
