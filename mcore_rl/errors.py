@@ -1,7 +1,7 @@
 """The errors that are the user's to mend. Each message has the value, the expectation, and the remedy."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 REFUSED_STATUS = 2
@@ -36,6 +36,9 @@ class McoreRlError(Exception):
 
 class ConfigError(McoreRlError):
     """A setting that is unknown, of the wrong type, or at odds with another."""
+
+    keys: Collection[str] = ()
+    """Settings that are no fields or have values of a wrong type; without them the others can still be checked."""
 
 
 class DataError(McoreRlError):

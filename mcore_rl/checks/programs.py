@@ -14,6 +14,7 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PretrainConfig, RunConfig
 from mcore_rl.config.sft import SFTConfig
 from mcore_rl.config.trainings import TRAININGS
+from mcore_rl.errors import ConfigError
 from mcore_rl.storage.run_config import load_run_config
 
 
@@ -28,9 +29,27 @@ class Program:
     """Check of such a config for a number of ranks; raises a ConfigError."""
 
     def checked_config(self, path: Path, overrides: Sequence[str], ranks: int | None) -> tuple[RunConfig, int]:
-        """Return the config and the number of ranks it was checked for, by default the minimum for the mesh."""
-        config = load_run_config(self.config, path, overrides)
-        return config, self.checked_ranks(config, ranks)
+        """Return the config and the number of ranks it was checked for, by default the minimum for the mesh.
+
+        Raises:
+            ConfigError: Lists unknown keys, values of a wrong type, and what the checks say of all other settings.
+        """
+        wrong: set[str] = set()
+        mistakes: list[str] = []
+        while True:
+            try:
+                config = load_run_config(self.config, path, overrides, wrong)
+                checked = self.checked_ranks(config, ranks)
+                break
+            except ConfigError as error:
+                # A check of a default in the place of a wrong value would mislead.
+                mistakes += [line for line in str(error).splitlines() if not any(key in line for key in wrong)]
+                if wrong.issuperset(error.keys):
+                    break
+                wrong.update(error.keys)
+        if mistakes:
+            raise ConfigError("\n".join(mistakes))
+        return config, checked
 
     def checked_ranks(self, config: RunConfig, ranks: int | None) -> int:
         """Return the number of ranks that a config was checked for; ConfigError if it cannot run on them."""

@@ -23,8 +23,8 @@ def show_config(args: argparse.Namespace) -> int:
         written = load_config(KINDS[kind], path, args.overrides)
         sys.stdout.write(f"# fields of a {kind}, which {READERS[kind]} checks\n{dump_config(written)}")
         return 0
-    config, origins = with_origins(PROGRAMS[kind].config, path, args.overrides)
-    ranks = PROGRAMS[kind].checked_ranks(config, args.ranks)
+    config, ranks = PROGRAMS[kind].checked_config(path, args.overrides, args.ranks)
+    _, origins = with_origins(PROGRAMS[kind].config, path, args.overrides)
     for sentence in [*absent_inputs(inputs_of(config)), *mesh_dependences(config, ranks)]:
         sys.stderr.write(f"warning: {sentence}\n")
     sys.stdout.write(f"# mcore-rl {kind}; passes all checks on {ranks} ranks\n{dump_config(config, origins)}")

@@ -5,7 +5,7 @@ import importlib
 import json
 import math
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType, ModuleType, NoneType
@@ -54,8 +54,12 @@ def load_config(cls: type[S], path: Path | None, overrides: Sequence[str] = ()) 
     return config_of(cls, read_settings(cls, path, overrides))
 
 
-def read_settings(cls: type[Section], path: Path | None, overrides: Sequence[str] = ()) -> dict[str, Setting]:
-    """Return the settings of files and overrides by key; ConfigError for keys that `cls` lacks."""
+def read_settings(
+    cls: type[Section], path: Path | None, overrides: Sequence[str] = (), without: Collection[str] = ()
+) -> dict[str, Setting]:
+    """Return the settings of files and overrides by key, except `without`, as `load_config` uses them; ConfigError
+    for keys that `cls` lacks.
+    """
     fields = {doc.key: doc for doc in describe(cls)}
     tables = [] if path is None else list(_tables(config_file(path), ()))
     written = [
@@ -70,22 +74,20 @@ def read_settings(cls: type[Section], path: Path | None, overrides: Sequence[str
     ]
     settings: dict[str, Setting] = {}
     for setting in written:
+        if setting.key in without:
+            continue
         settings[setting.key] = _on_top(settings.get(setting.key), setting, fields)
-    mistakes = [_not_a_field(cls, setting) for key, setting in settings.items() if key not in fields]
     chosen = fields_of(cls, settings)
+    mistakes = {key: _not_a_field(cls, setting, chosen) for key, setting in settings.items() if key not in fields}
     others = {key for key in settings.keys() & fields.keys() - chosen.keys() if _is_kind(fields[key], settings)}
-    # "none", on the command line for a list too, clears a field that was set with lower precedence.
-    wrong = [key for key in settings if key in others and settings[key].value not in ("none", ["none"])]
-    mistakes += [_of_other_kind(cls, settings, key) for key in wrong]
-    mistakes += [
-        f"{key} = {_shown(setting.value)[:40]} {setting.source}: an integer has 64 bits at most. Lower it."
-        for key, setting in settings.items()
-        if _is_too_large(setting.value)
-    ]
+    mistakes |= {
+        key: _of_other_kind(cls, settings, key) for key in settings if key in others and not _unsets(settings[key])
+    }
+    mistakes |= {key: _too_large(setting) for key, setting in settings.items() if _is_too_large(setting.value)}
     if mistakes and path is not None and any(setting.path for setting in settings.values()):
         _refuse_other_kind(cls, path, [table for _, table in tables])
     if mistakes:
-        raise ConfigError("\n".join(mistakes))
+        raise _refusal(mistakes, mistakes)
     for field, template in OVERRIDDEN.items():
         if field in settings and template in settings and settings[field].rank > settings[template].rank:
             del settings[template]
@@ -99,12 +101,19 @@ def fields_of(cls: type[Section], settings: Mapping[str, Setting]) -> dict[str, 
 
 
 def config_of(cls: type[S], settings: Mapping[str, Setting]) -> S:
-    """Return the config with these settings; a ConfigError lists the values that do not have their field's type."""
+    """Return the config with these settings; ConfigError lists the values that do not have their field's type."""
     fields = fields_of(cls, settings)
     try:
         return _validated(cls, fields, {key: setting.value for key, setting in settings.items()})
     except ValidationError as error:
-        raise ConfigError("\n".join(_wrong_values(error, fields, settings))) from None
+        wrong = dict(_wrong_values(error, fields, settings))
+        raise _refusal(wrong, wrong.keys() & settings.keys()) from None
+
+
+def _refusal(messages: Mapping[str, str], keys: Collection[str]) -> ConfigError:
+    error = ConfigError("\n".join(messages.values()))
+    error.keys = keys
+    return error
 
 
 def files_of(path: Path) -> list[Path]:
@@ -278,7 +287,10 @@ def _of_other_kind(cls: type[Section], settings: Mapping[str, Setting], key: str
     )
 
 
-def _not_a_field(cls: type[Section], setting: Setting) -> str:
+def _not_a_field(cls: type[Section], setting: Setting, chosen: Collection[str]) -> str:
+    """Return the message about a key that is not a field: a section, another system's name, or a misspelling of one of
+    the `chosen` fields, which the kinds of the sections have.
+    """
     key = setting.key
     if key.startswith(UNTRANSLATED):
         what = key.removeprefix(UNTRANSLATED)
@@ -295,7 +307,7 @@ def _not_a_field(cls: type[Section], setting: Setting) -> str:
             f"{key} = {_shown(setting.value)} {setting.source}: routing replay is of {kinds.READERS['rl']}. "
             f"{kinds.READERS[own]} has none: {kinds.NO_REPLAY[own]} Leave it out."
         )
-    fields = [doc.key for doc in describe(cls)]
+    fields = list(chosen)
     other_names = _late("other_names")
     argument = other_names.argument_named(key)
     if argument is not None and argument.field in ("", *fields):
@@ -349,8 +361,8 @@ def _validated(cls: type[S], fields: dict[str, FieldDoc], values: dict[str, Any]
 
 def _wrong_values(
     error: ValidationError, fields: dict[str, FieldDoc], settings: Mapping[str, Setting]
-) -> Iterator[str]:
-    """Yield a line for each field that pydantic refused; a list with two wrong items gets a single line."""
+) -> Iterator[tuple[str, str]]:
+    """Yield key and message for each field that pydantic refused; a list with two wrong items gets a single message."""
     reported = set()
     for detail in error.errors():
         key = ".".join(part for part in map(str, detail["loc"]) if not part.startswith("<"))
@@ -369,9 +381,9 @@ def _wrong_values(
             known = _late("other_names").VALUE_NOTES.get(key, {})
             notes = dict.fromkeys(known[item] for item in items if isinstance(item, str) and item in known)
             line = f"{key} = {_shown(setting.value)} {setting.source}: expected {expected}."
-            yield " ".join([line, *notes])
+            yield key, " ".join([line, *notes])
         else:
-            yield f"{key} is not set; it has no default ({detail['msg']})."
+            yield key, f"{key} is not set; it has no default ({detail['msg']})."
 
 
 def _is_finite(value: Any) -> bool:

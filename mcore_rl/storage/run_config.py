@@ -1,6 +1,6 @@
 """The config of a training, completed from the folder of its model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,17 +37,26 @@ load.
 """
 
 
-def load_run_config(cls: type[R], path: Path | None, overrides: Sequence[str] = ()) -> R:
-    """Read the config of a training with defaults from its model's folder: `model.path` gives the section `model`,
-    tokenizer, chat template and weights, without it `checkpoint.load` all but the weights. Raises ConfigError as
-    `load_config`, also if fields contradict the weights; CheckpointError if a file cannot be read.
+def load_run_config(cls: type[R], path: Path | None, overrides: Sequence[str] = (), without: Collection[str] = ()) -> R:
+    """Read the config of a training as `load_config` does, with defaults from the folder of its model.
+
+    `model.path` gives the section `model`, the tokenizer, the chat template of a run, and the weights; without it
+    `checkpoint.load` gives all but the weights, where it is there and describes its model.
+
+    Settings `without` are left out.
+
+    Raises:
+        ConfigError: As of `load_config`; `model.path` is no model, or fields contradict the weights in it.
+        CheckpointError: A file of `model.path` cannot be read.
     """
-    return with_origins(cls, path, overrides)[0]
+    return with_origins(cls, path, overrides, without)[0]
 
 
-def with_origins(cls: type[R], path: Path | None, overrides: Sequence[str] = ()) -> tuple[R, dict[str, str]]:
+def with_origins(
+    cls: type[R], path: Path | None, overrides: Sequence[str] = (), without: Collection[str] = ()
+) -> tuple[R, dict[str, str]]:
     """Return the config as `load_run_config` does, and for each field that is set where it was."""
-    settings = read_settings(cls, path, overrides)
+    settings = read_settings(cls, path, overrides, without)
     folder, named = _folder(settings)
     takes_weights = False
     if folder is not None and named is not None:

@@ -145,3 +145,20 @@ def test_a_reference_that_is_not_there_is_named(tmp_path: Path) -> None:
     dpo = load_config(DPOConfig, Path("tiny_moe/dpo"), words)
     (sentence,) = (text for text in absent_inputs(inputs_of(dpo)) if "dpo.reference" in text)
     assert f"dpo.reference names the checkpoint {tmp_path}/sft, which does not exist" in sentence
+
+
+def test_unknown_keys_wrong_types_and_a_mesh_that_does_not_divide_are_one_answer():
+    wrong = ["optim.lrr=3", "train.steps=abc", "rl.loss.taus=1", "mesh.pp=3"]
+    with pytest.raises(ConfigError) as refused:
+        PROGRAMS["rl"].checked_config(Path("tiny_moe/grpo"), wrong, None)
+    lines = str(refused.value).splitlines()
+    beginnings = ("Unknown key optim.lrr", "Unknown key rl.loss.taus", 'train.steps = "abc"', "- model.num_layers=4")
+    assert [line.startswith(beginning) for line, beginning in zip(lines, beginnings, strict=True)] == [True] * 4
+
+
+def test_a_field_of_another_kind_is_not_suggested():
+    with pytest.raises(ConfigError, match=r"Unknown key rl\.loss\.tauu") as refused:
+        load_config(PROGRAMS["rl"].config, None, ["rl.loss.tauu=1"])
+    assert "rl.loss.tau?" not in str(refused.value)  # grpo has none
+    with pytest.raises(ConfigError, match=r"Did you mean rl\.loss\.tau\?"):
+        load_config(PROGRAMS["rl"].config, None, ["rl.loss.kind=kimi_k2", "rl.loss.tauu=1"])
