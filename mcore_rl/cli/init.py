@@ -26,6 +26,8 @@ from mcore_rl.storage.folders import find_model, read_model_folder
 from mcore_rl.storage.run_config import load_run_config
 
 GROUP_SIZE = 8
+HELD_OUT = 64
+"""Largest number of lines that are held out for evaluation."""
 Line = tuple[str, Any, str]
 """Field, value, and comment."""
 LARGEST = 4096
@@ -53,8 +55,8 @@ def main(args: argparse.Namespace) -> int:
         lines.append(("model.head", "score", "one number for a sequence"))
     lines += [("platform.precision", "bf16" if gpus else "fp32", ""), ("mesh.dp", "auto", "what the ranks leave")]
     rest = [
-        *_data(kind, config.model.max_position),
-        *(_rl(config.model, ranks) if kind == "rl" else _steps(kind, ranks)),
+        *_data(kind, config.model.max_position, args.data),
+        *(_rl(config.model, ranks, args.reward or "numeric") if kind == "rl" else _steps(kind, ranks)),
     ]
     if gpus is not None:
         fields = fitting_fields(folder, gpus, kind, [f"{key}={toml_value(value)}" for key, value, _ in rest])
@@ -69,21 +71,44 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _data(kind: str, max_position: int) -> Iterator[Line]:
+def _data(kind: str, max_position: int, data: Path | None) -> Iterator[Line]:
+    kept, held_out = _split(data) if data and kind != "pretrain" else ([str(data)] if data else [], [])
     if kind == "rl":
         most = min(512, max_position // 2)
-        yield ("rl.prompts.files", ["data/prompts.jsonl"], 'lines with "question" and "answer", or another known shape')
+        shapes = 'lines with "question" and "answer", or another known shape'
+        yield "rl.prompts.files", kept or ["data/prompts.jsonl"], shapes
         yield "rl.prompts.max_tokens", most, ""
         yield "rl.rollout.max_new_tokens", most, ""
-        yield "rl.eval.files", ["data/held_out.jsonl"], "prompts that are never trained on"
+        if held_out or not data:
+            yield "rl.eval.files", held_out or ["data/held_out.jsonl"], "prompts that are never trained on"
+            yield "train.eval_interval", 10, ""
         return
     read = {
         "pretrain": ("data/text", "prefix of the .bin/.idx pair that `mcore-rl data preprocess` writes"),
         "sft": ("data/chat.jsonl", 'lines with "messages", or "prompt" and "response"'),
     }
     path, comment = read.get(kind, ("data/pairs.jsonl", 'lines with "prompt", "chosen" and "rejected"'))
-    yield "data.train", [path], comment
+    yield "data.train", kept or [path], comment
+    if held_out:
+        yield "data.valid", held_out, "lines that are never trained on"
     yield "data.seq_length", min(1024, max_position), "tokens of a sequence"
+
+
+def _split(data: Path) -> tuple[list[str], list[str]]:
+    """Write every 20th line of a file of JSON lines, 64 at most, and the other lines, to two files beside it, and
+    return their names. Any other file is not split.
+    """
+    if data.suffix != ".jsonl" or not data.is_file():
+        return [str(data)], []
+    lines = data.read_text(encoding="utf-8").splitlines(keepends=True)
+    held_out = set(range(19, len(lines), 20)[:HELD_OUT])
+    if not held_out:
+        return [str(data)], []
+    names = [data.with_suffix(".train.jsonl"), data.with_suffix(".held_out.jsonl")]
+    for name, is_held_out in zip(names, (False, True), strict=True):
+        name.write_text("".join(line for i, line in enumerate(lines) if (i in held_out) is is_held_out), "utf-8")
+    sys.stderr.write(f"{data} is split: {names[0]} and {names[1]}, {len(held_out)} of {len(lines)} lines\n")
+    return [str(names[0])], [str(names[1])]
 
 
 def _steps(kind: str, ranks: int) -> Iterator[Line]:
@@ -93,16 +118,19 @@ def _steps(kind: str, ranks: int) -> Iterator[Line]:
     yield "optim.warmup_steps", 20, ""
 
 
-def _rl(model: ModelConfig, ranks: int) -> Iterator[Line]:
+def _rl(model: ModelConfig, ranks: int, reward: str) -> Iterator[Line]:
     prompts = max(16, ranks // GROUP_SIZE)
     yield "rl.rollout.prompts_per_step", prompts, ""
     yield ("rl.rollout.group_size", GROUP_SIZE, "completions of a prompt; advantages are relative to their mean")
-    yield ("rl.reward.parts", ["numeric"], "1 where the last number is the answer's; or math, exact, module:function")
+    yield (
+        "rl.reward.parts",
+        [reward],
+        "numeric: 1 where the last number is the answer's; or math, exact, module:function",
+    )
     if model.is_moe:
         yield "replay.kind", "r2", "updates use the experts that the old policy chose"
     yield "train.steps", 100, ""
     yield "train.global_batch", GROUP_SIZE * prompts, "completions of a step: one step for each rollout batch"
-    yield "train.eval_interval", 10, ""
     yield "optim.lr", 1e-6, ""
     yield "optim.schedule", "constant", ""
 

@@ -80,10 +80,14 @@ def read_settings(
     chosen = fields_of(cls, settings)
     mistakes = {key: _not_a_field(cls, setting, chosen) for key, setting in settings.items() if key not in fields}
     others = {key for key in settings.keys() & fields.keys() - chosen.keys() if _is_kind(fields[key], settings)}
+    # "none", on the command line for a list too, clears a field that was set with lower precedence.
+    wrong = [key for key in settings if key in others and settings[key].value not in ("none", ["none"])]
+    mistakes |= {key: _of_other_kind(cls, settings, key) for key in wrong}
     mistakes |= {
-        key: _of_other_kind(cls, settings, key) for key in settings if key in others and not _unsets(settings[key])
+        key: f"{key} = {_shown(setting.value)[:40]} {setting.source}: an integer has 64 bits at most. Lower it."
+        for key, setting in settings.items()
+        if _is_too_large(setting.value)
     }
-    mistakes |= {key: _too_large(setting) for key, setting in settings.items() if _is_too_large(setting.value)}
     if mistakes and path is not None and any(setting.path for setting in settings.values()):
         _refuse_other_kind(cls, path, [table for _, table in tables])
     if mistakes:
