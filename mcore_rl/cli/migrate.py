@@ -100,17 +100,17 @@ class _Translation:
             value = [value] if isinstance(value, str) and doc.type.startswith("a list") else value
             found[field] = value, ", ".join(origin), any(is_given for _, _, is_given in read)
         if self._refusal({field: value for field, (value, _, _) in found.items()}):
-            for field, (value, origin, _) in list(found.items()):
+            for field, (value, said, _) in list(found.items()):
                 if refusal := self._refusal({**kinds, field: value}):
-                    self._leave(field, f"{origin}: {refusal}")
+                    self._leave(field, f"{said}: {refusal}")
                     del found[field]
         docs = self._fields(kinds)
         for field in expressions:
             if field in found and field in docs:
-                value, origin, is_given = found[field]
+                value, said, is_given = found[field]
                 # A default of the other system that is ours too is not written.
                 if is_given or not docs[field].default or tomllib.loads(f"a = {docs[field].default}")["a"] != value:
-                    self.values[field] = value, origin
+                    self.values[field] = value, said
 
     def _leave(self, field: str, reason: str) -> None:
         (self.unset if field.startswith(NO_EFFECT) else self.open)[field] = reason
@@ -257,7 +257,8 @@ def _read(path: Path) -> tuple[dict[str, Any], str | None, str | None, list[str]
         raise ConfigError(f"--from {path} is neither YAML nor JSON: {' '.join(str(error).split())}.") from None
     if not isinstance(table, dict):
         raise ConfigError(f"--from {path} is a {type(table).__name__}, wanted settings by name.")
-    settings, notes = {}, []
+    settings: dict[str, Any] = {}
+    notes: list[str] = []
     bases = table.pop("defaults", None)
     for base in bases if isinstance(bases, list) else [bases]:
         if not (isinstance(base, str) and base.endswith((".yaml", ".yml"))):

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.cli.cli import run
 from mcore_rl.cli.init import size_of
+from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.planning.device import parse_gpus
 from mcore_rl.storage.run_config import load_run_config
@@ -135,3 +136,24 @@ def test_a_config_is_planned_on_gpus_without_a_clusters_file(capsys: pytest.Capt
         lines("--gpus", "8xH100", "--nodes", "4")
     with pytest.raises(ConfigError, match="is a model: `mcore-rl plan"):
         run(["plan", "/tmp", "--cluster", "example_h100", "--nodes", "1"])
+
+
+def test_a_data_file_is_split_and_the_config_names_only_files_that_are_there(
+    qwen: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (qwen / "tokenizer.json").write_text("{}")
+    data = tmp_path / "sums.jsonl"
+    data.write_text("".join(f'{{"question": "{i}", "answer": "{i}"}}\n' for i in range(100)))
+    assert run(["init", str(qwen), "--program", "rl", "--data", str(data), "--reward", "math", "--gpus", "8xH100"]) == 0
+    file = tmp_path / "my.toml"
+    file.write_text(capsys.readouterr().out)
+    config = load_run_config(RlRunConfig, file)
+    (trained,), (held_out,) = config.rl.prompts.files, config.rl.eval.files
+    lines = [Path(name).read_text().splitlines() for name in (trained, held_out)]
+    assert [len(part) for part in lines] == [95, 5] and json.loads(lines[1][0])["question"] == "19"
+    assert sorted(lines[0] + lines[1]) == sorted(data.read_text().splitlines())
+    assert config.rl.reward.parts == ("math",)
+    PROGRAMS["rl"].check(config, 8)
+    data.write_text('{"question": "1", "answer": "1"}\n')
+    assert run(["init", str(qwen), "--program", "rl", "--data", str(data), "--gpus", "8xH100"]) == 0
+    assert "rl.eval.files" not in capsys.readouterr().out
