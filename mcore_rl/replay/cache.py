@@ -18,16 +18,19 @@ from mcore_rl.replay.exchange import NO_POSITIONS, NeededPositions, OfferedRoute
 
 @dataclass(frozen=True, slots=True)
 class SampleSpan:
-    """Consecutive positions of a microbatch that hold one sample, or only padding."""
+    """Consecutive positions of a microbatch that hold one sample or the next segment of it, or only padding."""
 
     sample: int
     """Index of the sample in the rollout batch; -1 for padding."""
     num_tokens: int
-    """Number of tokens in the sample; they come first."""
+    """Number of the sample's tokens in the span; they come first."""
     num_positions: int
     """Number of positions in the span: the tokens and the padding after them."""
     first_current: int = 0
-    """First position with routes cached from the weights in training; earlier positions have older weights' routes."""
+    """First position in the sample with routes cached from the weights in training; earlier positions have older
+    weights' routes."""
+    first_position: int = 0
+    """Position in the sample of the span's first token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +47,12 @@ class MicrobatchLayout:
     packed: bool
 
     def __post_init__(self) -> None:
-        samples = [span.sample for span in self.spans if span.sample >= 0]
-        assert len(set(samples)) == len(samples), f"a sample is in the microbatch twice: {samples}"
+        next_positions: dict[int, int] = {}
+        for span in self.spans:
+            if span.sample >= 0:
+                expected = next_positions.get(span.sample, 0)
+                assert span.first_position == expected, f"positions of sample {span.sample} are in the microbatch twice"
+                next_positions[span.sample] = expected + span.num_tokens
         for row in self.rows:
             assert sum(span.num_positions for span in row) == self.row_length, (row, self.row_length)
             assert self.packed or len(row) == 1, row
@@ -54,6 +61,15 @@ class MicrobatchLayout:
     def spans(self) -> list[SampleSpan]:
         """Spans of all rows, in order."""
         return [span for row in self.rows for span in row]
+
+    @property
+    def num_tokens(self) -> dict[int, int]:
+        """Number of tokens of each sample, in the order of the samples."""
+        counts: dict[int, int] = {}
+        for span in self.spans:
+            if span.sample >= 0 and span.num_positions:
+                counts[span.sample] = counts.get(span.sample, 0) + span.num_tokens
+        return counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +100,15 @@ class LocalTokens:
 def local_tokens(layout: MicrobatchLayout, mesh: Mesh) -> LocalTokens:
     """Return the tokens of `layout` that this rank's routers see."""
     spans = [span for span in layout.spans if span.num_positions]
-    real = [span for span in spans if span.sample >= 0]
-    index_of = {span.sample: index for index, span in enumerate(real)}
+    num_tokens, first_current = layout.num_tokens, {span.sample: span.first_current for span in spans}
+    index_of = {sample: index for index, sample in enumerate(num_tokens)}
     positions_N = torch.tensor([span.num_positions for span in spans])
     tokens_N = torch.tensor([span.num_tokens if span.sample >= 0 else 0 for span in spans])
     index_N = torch.tensor([index_of.get(span.sample, -1) for span in spans])
     begin_N = positions_N.cumsum(0) - positions_N
     position_T = torch.arange(int(positions_N.sum())) - begin_N.repeat_interleave(positions_N)
     is_real_T = position_T < tokens_N.repeat_interleave(positions_N)
+    position_T += torch.tensor([span.first_position for span in spans]).repeat_interleave(positions_N)
     index_T = index_N.repeat_interleave(positions_N)
     num_rows = 1 if layout.packed else len(layout.rows)
     # Sample indices and positions are divided by context and sequence parallelism just like token ids.
@@ -102,10 +119,10 @@ def local_tokens(layout: MicrobatchLayout, mesh: Mesh) -> LocalTokens:
         both_2Bs = [zigzag_spans(full_BS, lengths, mesh.cp) for full_BS in both_2BS]
     index_t, position_t = (router_order(part_Bs, mesh) for part_Bs in both_2Bs)
     # Index -1 (padding) reads the 0 at the end.
-    first_current_N1 = torch.tensor([*(span.first_current for span in real), 0])
+    first_current_N1 = torch.tensor([*(first_current[sample] for sample in num_tokens), 0])
     return LocalTokens(
         samples=tuple(index_of),
-        lengths=tuple(span.num_tokens for span in real),
+        lengths=tuple(num_tokens.values()),
         sample_index_t=index_t,
         position_t=position_t,
         is_current_t=position_t >= first_current_N1[index_t],

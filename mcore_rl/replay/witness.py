@@ -258,8 +258,10 @@ def labels_at_routers(layout: MicrobatchLayout, mesh: Mesh) -> tuple[Tensor, Ten
         piece_t = here_N[span_t] // 2
         place_t = place_t + piece_t * torch.where(place_t < piece_t, rank, 2 * size - 2 - rank)
     num_tokens_N = torch.tensor([span.num_tokens if span.sample >= 0 else 0 for span in spans])
-    index_N = torch.tensor([span.sample >= 0 for span in spans]).cumsum(0) - 1
     is_token_t = place_t < num_tokens_N[span_t]
+    place_t = place_t + torch.tensor([span.first_position for span in spans])[span_t]
+    samples = list(layout.num_tokens)
+    index_N = torch.tensor([samples.index(span.sample) if span.sample >= 0 else -1 for span in spans])
     return index_N[span_t].where(is_token_t, -1), place_t.where(is_token_t, -1)
 
 
@@ -390,16 +392,14 @@ class Witness:
             yield from self._recomputed_otherwise()
 
     def _prepared(self, layout: MicrobatchLayout, seed: int) -> WitnessedMicrobatch:
-        spans = [span for span in layout.spans if span.sample >= 0 and span.num_positions]
-        samples = tuple(span.sample for span in spans)
         sample_index_t, position_t = labels_at_routers(layout, self._mesh)
         is_counted_t = sample_index_t >= 0
         row_n = _some(is_counted_t.nonzero()[:, 0], seed)
         is_live_n: bool | Tensor = not self._is_imposed
         if self._is_imposed:
             is_missing_t = torch.zeros_like(is_counted_t)
-            for index, span in enumerate(spans):
-                missing_n = self._missing_positions(span.sample, span.num_tokens)
+            for index, (sample, num_tokens) in enumerate(layout.num_tokens.items()):
+                missing_n = self._missing_positions(sample, num_tokens)
                 if len(missing_n):
                     is_missing_t |= (sample_index_t == index) & torch.isin(position_t, missing_n)
             if is_missing_t.any():
@@ -408,6 +408,7 @@ class Witness:
                 row_n = torch.cat([_some(is_counted_t.nonzero()[:, 0], seed), is_missing_t.nonzero()[:, 0]])
                 is_live_n = to_device(is_missing_t[row_n], self._device)
         sampled_n = to_device(row_n, self._device)
+        samples = tuple(layout.num_tokens)
         return WitnessedMicrobatch(samples, sample_index_t, position_t, is_counted_t, sampled_n, is_live_n)
 
     def _on_input(self, chunk: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

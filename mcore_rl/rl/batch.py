@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -49,8 +50,8 @@ class PolicyMicrobatch(PackedMicrobatch):
 
     samples: tuple[int, ...]
     """Indices in the rollout batch, in the order of the packed sequence."""
-    spans: tuple[tuple[int, int], ...]
-    """(positions, positions with padding) of each whole sample; everything after the last sample is padding."""
+    spans: tuple[SampleSpan, ...]
+    """Segments of the samples, in order; everything after the last one is padding."""
     mask_T: Tensor
     """bool: positions that are trained on."""
     completion_mask_T: Tensor
@@ -62,11 +63,12 @@ class PolicyMicrobatch(PackedMicrobatch):
     """int64: indices of the positions in `completion_mask_T`."""
     sequence_T: Tensor
     """int64: index in `samples` of each position's sample; arbitrary at positions that are not trained on."""
+    place_T: Tensor
+    """int64: index of each position among those of its sample; 0 at padding. The position for the rotary embedding
+    begins anew in each segment."""
     lengths_N: Tensor
     """int64: number of trained tokens in each whole sample, summed over context-parallel ranks."""
     rollout_logprobs_T: Tensor
-    first_current: tuple[int, ...]
-    """First position in each of `samples` that the current weights sampled; 0 if they sampled the whole sample."""
     is_stale_T: Tensor
     """bool: positions that predict a stale token, sampled by weights older than the current weights."""
     old_logprobs_T: Tensor | None = None
@@ -115,9 +117,7 @@ class PolicyMicrobatch(PackedMicrobatch):
         """Look up `numbers` by sample and position at trained positions; zeros elsewhere. Returns `[T]`."""
         like = self.rollout_logprobs_T
         table_NP = pad_sequence([numbers[sample] for sample in self.samples], batch_first=True).to(like)
-        # Padding positions may exceed the longest sample; the mask removes the values that they read.
-        positions_T = self.inputs.position_ids_Bs[0].clamp(max=table_NP.shape[1] - 1)
-        return table_NP[self.sequence_T, positions_T].where(self.mask_T, 0.0)
+        return table_NP[self.sequence_T, self.place_T].where(self.mask_T, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,40 +217,54 @@ def make_microbatch(
 ) -> PolicyMicrobatch:
     """Pack the samples with these indices end to end; without indices, return a microbatch of padding only."""
     chosen = [samples[index] for index in indices]
-    sizes = [len(sample.tokens_T) - 1 for sample in chosen]  # the last token is only a label
-    spans = [(size, padded(size, limits.sample_multiple)) for size in sizes]
-    num_filled = sum(span for _, span in spans)
+    shapes = [sample.shape for sample in chosen]
+    spans = [
+        SampleSpan(index, size, padded(size, limits.sample_multiple), _first_current(shape), end - size)
+        for index, shape in zip(indices, shapes, strict=True)
+        for size, end in zip(shape.segment_positions, accumulate(shape.segment_positions), strict=True)
+    ]
+    num_filled = sum(span.num_positions for span in spans)
     length = min(limits.max_tokens, padded(max(num_filled, 1), limits.multiple))
     if limits.is_fixed:
         length = limits.max_tokens
     # The remainder is a span of its own, so that no sample attends to it.
-    lengths = [span for _, span in spans] + ([length - num_filled] if num_filled < length else [])
+    lengths = [span.num_positions for span in spans] + ([length - num_filled] if num_filled < length else [])
     bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    sequence_S, positions_S = _groups(torch.tensor(lengths))
-    sequence_S[num_filled:] = 0  # the index of a sample, which may be the only one
-    begin_N = bounds[: len(chosen)].long()
+    _, positions_S = _groups(torch.tensor(lengths))
     # All samples at once: the overhead of a torch call per sample would exceed its work.
-    size_N = torch.tensor(sizes, dtype=torch.int64)
     all_tokens = torch.cat([torch.zeros(0, dtype=torch.int64), *(sample.tokens_T for sample in chosen)])
-    which_t, offset_t = _groups(size_N)
-    here_t = begin_N[which_t] + offset_t
-    source_t = torch.arange(len(which_t)) + which_t  # each earlier sample has one more token than inputs
-    tokens_S, labels_S = torch.zeros(2, length, dtype=torch.int64)
+    which_t, offset_t = _groups(torch.tensor([span.num_tokens for span in spans], dtype=torch.int64))
+    here_t = bounds[:-1].long()[which_t] + offset_t
+    source_t = torch.arange(len(which_t)) + which_t  # each earlier segment has one more token than inputs
+    tokens_S, labels_S, sequence_S, place_S = torch.zeros(4, length, dtype=torch.int64)
     tokens_S[here_t], labels_S[here_t] = all_tokens[source_t], all_tokens[source_t + 1]
+    size_N = torch.tensor([shape.num_positions for shape in shapes], dtype=torch.int64)
+    sample_t, place_t = _groups(size_N)
+    sequence_S[here_t], place_S[here_t] = sample_t, place_t
     is_padding_S = torch.ones(length, dtype=torch.bool)
     is_padding_S[here_t] = False
-    # The first token of the completion is predicted at the last position of the prompt.
-    columns = [(sample.num_prompt_tokens - 1, sample.is_trained, sample.num_stale_tokens) for sample in chosen]
-    first_N, is_trained_N, num_stale_N = torch.tensor(columns, dtype=torch.int64).view(-1, 3).unbind(1)
-    which_c, offset_c = _groups(size_N - first_N)
-    completion_c = (begin_N + first_N)[which_c] + offset_c
-    sampled_c = torch.cat([torch.zeros(0, dtype=torch.bool), *(sample.sampled_C for sample in chosen)])
+    columns = [
+        (shape.num_prompt_tokens, shape.num_completion_tokens, shape.is_trained, shape.num_stale_tokens)
+        for shape in shapes
+    ]
+    prompt_N, completion_N, is_trained_N, num_stale_N = torch.tensor(columns, dtype=torch.int64).view(-1, 4).unbind(1)
+    which_c, offset_c = _groups(completion_N)
+    # The first token of the completion is predicted at the last position of the prompt; nothing predicts the first
+    # token of a later segment.
+    is_label_c = torch.ones(len(which_c), dtype=torch.bool)
+    starts = [(n, start) for n, shape in enumerate(shapes) for start in shape.segments]
+    at_n, start_n = torch.tensor(starts, dtype=torch.int64).view(-1, 2).unbind(1)
+    is_label_c[(completion_N.cumsum(0) - completion_N)[at_n] + start_n] = False
+    completion_l = here_t[place_t >= prompt_N[sample_t] - 1]
+    which_l = which_c[is_label_c]
+    sampled_l = torch.cat([torch.zeros(0, dtype=torch.bool), *(shape.sampled_C for shape in shapes)])[is_label_c]
+    logprobs_l = torch.cat([torch.zeros(0), *(sample.rollout_logprobs_C for sample in chosen)])[is_label_c]
     mask_S, completion_mask_S, stale_S, rollout_logprobs_S = torch.zeros(4, length)
-    in_loss_c = sampled_c & (is_trained_N[which_c] > 0)
-    num_trained_N = torch.zeros(max(len(chosen), 1), dtype=torch.int64).index_add_(0, which_c, in_loss_c.long())
-    mask_S[completion_c], completion_mask_S[completion_c] = in_loss_c.float(), sampled_c.float()
-    stale_S[completion_c] = (offset_c < num_stale_N[which_c]).float()
-    rollout_logprobs_S[completion_c] = torch.cat([torch.zeros(0), *(sample.rollout_logprobs_C for sample in chosen)])
+    in_loss_l = sampled_l & (is_trained_N[which_l] > 0)
+    num_trained_N = torch.zeros(max(len(chosen), 1), dtype=torch.int64).index_add_(0, which_l, in_loss_l.long())
+    mask_S[completion_l], completion_mask_S[completion_l] = in_loss_l.float(), sampled_l.float()
+    stale_S[completion_l] = (offset_c[is_label_c] < num_stale_N[which_l]).float()
+    rollout_logprobs_S[completion_l] = logprobs_l
     inputs = localize(
         Microbatch(
             tokens_BS=tokens_S[None],
@@ -279,14 +293,18 @@ def make_microbatch(
         rows_N=to_device(local(mask_S).nonzero()[:, 0], device),
         completion_rows_N=to_device(local(completion_mask_S).nonzero()[:, 0], device),
         sequence_T=on_this_rank(sequence_S),
+        place_T=on_this_rank(place_S),
         lengths_N=to_device(num_trained_N, device),
         rollout_logprobs_T=on_this_rank(rollout_logprobs_S),
-        first_current=tuple(
-            sample.num_prompt_tokens - 1 + sample.num_stale_tokens if sample.num_stale_tokens else 0
-            for sample in chosen
-        ),
         is_stale_T=on_this_rank(stale_S) > 0,
     )
+
+
+def _first_current(shape: SampleShape) -> int:
+    """Return the first position with the current weights' routes; 0 if they sampled the whole sample."""
+    if not shape.num_stale_tokens:
+        return 0
+    return int(torch.searchsorted(shape.input_P, shape.num_prompt_tokens - 1 + shape.num_stale_tokens))
 
 
 def _groups(count_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -338,18 +356,15 @@ def exchange_samples(
     return {
         index: TrainedSample(
             tokens_T=part[: shapes[index].num_tokens].long(),
-            num_prompt_tokens=shapes[index].num_prompt_tokens,
             rollout_logprobs_C=part[shapes[index].num_tokens :].clone().view(torch.float32),
-            is_trained=shapes[index].is_trained,
-            sampled_spans=shapes[index].sampled_spans,
-            num_stale_tokens=shapes[index].num_stale_tokens,
+            shape=shapes[index],
         )
         for index, part in zip(order, parts, strict=True)
     }
 
 
 def layout_of(microbatch: PolicyMicrobatch | LocalMicrobatch, *, of_engine: bool = False) -> MicrobatchLayout:
-    """Return the layout of a packed microbatch: the spans of its samples, then padding.
+    """Return the layout of a packed microbatch: the segments of its samples, then padding.
 
     A text counts as padding: it has no routes to replay and is routed live. With `of_engine`, for the rollout engine's
     routes, spans mark leading positions with routes of older weights.
@@ -357,9 +372,7 @@ def layout_of(microbatch: PolicyMicrobatch | LocalMicrobatch, *, of_engine: bool
     row_length = microbatch.shape[1]
     if isinstance(microbatch, LocalMicrobatch):
         return MicrobatchLayout(rows=((SampleSpan(-1, 0, row_length),),), row_length=row_length, packed=True)
-    first_current = microbatch.first_current if of_engine else [0] * len(microbatch.samples)
-    of_samples = zip(microbatch.samples, microbatch.spans, first_current, strict=True)
-    spans = [SampleSpan(sample, *sizes, first) for sample, sizes, first in of_samples]
+    spans = [span if of_engine else replace(span, first_current=0) for span in microbatch.spans]
     filled = sum(span.num_positions for span in spans)
     if filled < row_length:
         spans.append(SampleSpan(-1, 0, row_length - filled))

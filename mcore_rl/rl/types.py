@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -119,10 +120,13 @@ class Completion:
     """For each token, the log of the probability mass that top-k, top-p and min-p keep, at the sampling temperature;
     None if the engine does not report it."""
     experts_TLK: Tensor | None = None
-    """Experts of each token of prompt and completion but the last, which enters no layer, for all MoE layers or for
-    this pipeline stage's. A row of -1 is a token without routes. None if routes were not requested."""
+    """Experts of each token of prompt and completion but the last of each segment, which enters no layer, for all MoE
+    layers or for this pipeline stage's. A row of -1 is a token without routes. None if routes were not requested."""
     episode: Episode | None = None
     """The conversation with an environment; None without an environment."""
+    segments: tuple[int, ...] = ()
+    """Index of the first token of each segment after the first, which begins with the prompt. Attention does not cross
+    segments, and positions begin anew in each. A session of an agent that changes its history has several."""
 
     def __post_init__(self) -> None:
         assert len(self.tokens_T) == len(self.logprobs_T), (len(self.tokens_T), len(self.logprobs_T))
@@ -212,6 +216,8 @@ class SampleShape:
     """Index of the prompt's teacher in `rl.distill.paths`."""
     sampled_spans: tuple[tuple[int, int], ...] | None = None
     """(start, end) in the completion of each run of tokens that the policy sampled, in order; None: all tokens."""
+    segments: tuple[int, ...] = ()
+    """`Completion.segments`."""
 
     @property
     def num_tokens(self) -> int:
@@ -220,8 +226,23 @@ class SampleShape:
 
     @property
     def num_positions(self) -> int:
-        """Number of positions that enter the model; the last token is only a label."""
-        return self.num_tokens - 1
+        """Number of positions that enter the model; the last token of each segment is only a label."""
+        return self.num_tokens - 1 - len(self.segments)
+
+    @property
+    def segment_positions(self) -> tuple[int, ...]:
+        """Number of positions of each segment; the first one begins with the prompt."""
+        starts = (0, *(self.num_prompt_tokens + start for start in self.segments), self.num_tokens)
+        return tuple(end - start - 1 for start, end in pairwise(starts))
+
+    @property
+    def input_P(self) -> Tensor:
+        """Index in the sample of the token that enters the model at each position, int64; the next one is its label."""
+        is_input_T = torch.ones(self.num_tokens, dtype=torch.bool)
+        is_input_T[[self.num_prompt_tokens + start - 1 for start in (*self.segments, self.num_completion_tokens)]] = (
+            False
+        )
+        return is_input_T.nonzero()[:, 0]
 
     @property
     def num_sampled(self) -> int:
@@ -238,10 +259,16 @@ class SampleShape:
     @property
     def sampled_positions(self) -> Tensor:
         """Positions at which the sampled tokens are predicted, int64, in order."""
-        spans = ((0, self.num_completion_tokens),) if self.sampled_spans is None else self.sampled_spans
         # The first token of the completion is predicted at the last position of the prompt.
-        first = self.num_prompt_tokens - 1
-        return torch.cat([torch.zeros(0, dtype=torch.int64), *(torch.arange(first + a, first + b) for a, b in spans)])
+        return torch.searchsorted(self.input_P, self.num_prompt_tokens - 1 + self.sampled_C.nonzero()[:, 0])
+
+    @property
+    def sampled_C(self) -> Tensor:
+        """bool: True for tokens of the completion that the policy sampled."""
+        is_sampled_C = torch.full((self.num_completion_tokens,), self.sampled_spans is None)
+        for start, end in self.sampled_spans or ():
+            is_sampled_C[start:end] = True
+        return is_sampled_C
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -250,23 +277,9 @@ class TrainedSample:
 
     tokens_T: Tensor
     """int64: tokens of the prompt, then of the completion."""
-    num_prompt_tokens: int
     rollout_logprobs_C: Tensor
     """float32: logprob of each completion token at the time it was sampled."""
-    is_trained: bool
-    """Whether the completion takes part in the loss."""
-    num_stale_tokens: int = 0
-    """Number of leading completion tokens that are stale: weights older than the current weights sampled them."""
-    sampled_spans: tuple[tuple[int, int], ...] | None = None
-    """(start, end) in the completion of each run of tokens that the policy sampled; None: all tokens."""
-
-    @property
-    def sampled_C(self) -> Tensor:
-        """bool: True for tokens of the completion that the policy sampled."""
-        is_sampled_C = torch.full((len(self.rollout_logprobs_C),), self.sampled_spans is None)
-        for start, end in self.sampled_spans or ():
-            is_sampled_C[start:end] = True
-        return is_sampled_C
+    shape: SampleShape
 
 
 class StepReward(NamedTuple):
@@ -346,11 +359,8 @@ class Rollout:
         return {
             (index := p * group_size + g): TrainedSample(
                 tokens_T=torch.tensor(group.prompt.tokens_T + completion.tokens_T),
-                num_prompt_tokens=len(group.prompt.tokens_T),
                 rollout_logprobs_C=torch.tensor(completion.logprobs_T, dtype=torch.float32),
-                is_trained=self.shapes[index].is_trained,
-                sampled_spans=self.shapes[index].sampled_spans,
-                num_stale_tokens=self.shapes[index].num_stale_tokens,
+                shape=self.shapes[index],
             )
             for p, group in self.groups.items()
             for g, completion in enumerate(group.completions)
@@ -372,6 +382,8 @@ class GroupSummary:
     """Number of tokens of each completion that the policy sampled."""
     spans_G: list[tuple[tuple[int, int], ...] | None]
     """For each completion, (start, end) of the sampled tokens of each turn; None: all tokens are sampled."""
+    segments_G: list[tuple[int, ...]]
+    """For each completion, the beginnings of its further segments."""
     truncated_G: list[bool]
     rewards_G: list[float]
     """Rewards; NaN if a score failed."""

@@ -59,7 +59,7 @@ def run_config(
     )
 
 
-def rollout_of(config: RlRunConfig, dp_cp_rank: int, dp_cp_size: int) -> Rollout:
+def rollout_of(config: RlRunConfig, dp_cp_rank: int, dp_cp_size: int, *, has_segments: bool = True) -> Rollout:
     """Ragged completions of random tokens, always the same; each replica has some of the groups. Some completions have
     tokens that were not sampled.
     """
@@ -78,6 +78,9 @@ def rollout_of(config: RlRunConfig, dp_cp_rank: int, dp_cp_size: int) -> Rollout
         completions = []
         for place in range(SIZE):
             said = tokens(1, 13)
+            spans, segments = turns_of(len(said), number + place)
+            if segments and not has_segments:
+                spans, segments = None, ()
             logprobs = (-1 - 6 * torch.rand(len(said), generator=generator)).tolist()
             completions.append(
                 Completion(
@@ -86,9 +89,10 @@ def rollout_of(config: RlRunConfig, dp_cp_rank: int, dp_cp_size: int) -> Rollout
                     logprobs_T=tuple(logprobs),
                     versions=single_version(0, len(said)),
                     finish="stop",
-                    experts_TLK=torch.cat([of_prompt, random_routes(config, len(said), generator)])
+                    experts_TLK=torch.cat([of_prompt, random_routes(config, len(said) - len(segments), generator)])
                     if config.wants_engine_routes
                     else None,
+                    segments=segments,
                 )
             )
             shapes[number * SIZE + place] = SampleShape(
@@ -96,7 +100,8 @@ def rollout_of(config: RlRunConfig, dp_cp_rank: int, dp_cp_size: int) -> Rollout
                 num_prompt_tokens=len(prompt.tokens_T),
                 num_completion_tokens=len(said),
                 is_trained=(number, place) != (2, 1),
-                sampled_spans=spans_of(len(said), number + place),
+                sampled_spans=spans,
+                segments=segments,
             )
         if number % dp_cp_size == dp_cp_rank:
             groups[number] = Group(prompt=prompt, completions=tuple(completions))
@@ -114,15 +119,21 @@ def rollout_of(config: RlRunConfig, dp_cp_rank: int, dp_cp_size: int) -> Rollout
     )
 
 
-def spans_of(length: int, number: int) -> tuple[tuple[int, int], ...] | None:
-    """For every third completion that is long enough: two turns, and between them a token of an environment."""
-    return ((0, 2), (3, length)) if number % 3 == 0 and length > 3 else None
+def turns_of(length: int, number: int) -> tuple[tuple[tuple[int, int], ...] | None, tuple[int, ...]]:
+    """Spans and segments. For two of three completions that are long enough: two turns, and between them a token of an
+    environment, or the first two tokens of another segment.
+    """
+    if number % 3 == 0 and length > 3:
+        return ((0, 2), (3, length)), ()
+    return (((0, 2), (4, length)), (2,)) if number % 3 == 1 and length > 4 else (None, ())
 
 
 def sampled_positions(shape: SampleShape) -> list[int]:
     """Positions at which the sampled tokens of a completion are predicted."""
     spans = shape.sampled_spans or ((0, shape.num_completion_tokens),)
-    return [shape.num_prompt_tokens - 1 + t for start, end in spans for t in range(start, end)]
+    sampled = [t for start, end in spans for t in range(start, end)]
+    # The last token of a segment has no position.
+    return [shape.num_prompt_tokens - 1 + t - sum(start <= t for start in shape.segments) for t in sampled]
 
 
 def steps_of(length: int, reward: float) -> list[StepReward]:
@@ -219,7 +230,7 @@ def begin(config: RlRunConfig, initial: Tensors) -> tuple[Rollout, PolicyRoutes,
     state.optimizer.reload_model_params()
     routes = PolicyRoutes(state, config.rl, config.replay)
     learner = Learner(state, config, routes, policy_logprobs(state, config.rl, config.model.vocab_size))
-    rollout = rollout_of(config, state.mesh.dp_cp.rank, state.mesh.dp_cp.size)
+    rollout = rollout_of(config, state.mesh.dp_cp.rank, state.mesh.dp_cp.size, has_segments=False)
     minibatches = learner.minibatches(rollout)
     routes.begin(rollout, [each for one in minibatches for each in one.microbatches])
     return rollout, routes, learner, learner.with_old_logprobs(minibatches)
@@ -344,11 +355,12 @@ def splits_by_hand(config: RlRunConfig, initial: Tensors) -> dict[str, Any]:
             # Positions in the order of the samples; padding and last tokens reach no logprob and go anywhere.
             rows_TLK = torch.arange(config.model.moe.top_k).repeat(one.shape[1], config.model.num_layers, 1)
             begin = 0
-            for sample, (_, padded) in zip(one.samples, one.spans, strict=True):
-                given_TLK = experts[sample]
+            for span in one.spans:
+                given_TLK = experts[span.sample]
                 assert given_TLK is not None
-                rows_TLK[begin : begin + len(given_TLK)] = given_TLK.long()
-                begin += padded
+                of_span_TLK = given_TLK[span.first_position :][: span.num_tokens]
+                rows_TLK[begin : begin + span.num_tokens] = of_span_TLK.long()
+                begin += span.num_positions
             hooks = [
                 router.register_forward_hook(imposing_by_hand(rows_TLK[:, layer]))
                 for layer, router in replayed_routers(chunk)
@@ -467,7 +479,7 @@ def token_advantages(config: RlRunConfig) -> list[tuple[int, int, float]]:
             weighted = one.with_advantages(advantages.of_samples, minibatch.loss_weights_N)
             for t in one.mask_T.nonzero().flatten().tolist():
                 sample = one.samples[int(one.sequence_T[t])]
-                found.append((sample, int(one.inputs.position_ids_Bs[0, t]), float(weighted.advantages_T[t])))
+                found.append((sample, int(one.place_T[t]), float(weighted.advantages_T[t])))
     return found if state.mesh.is_last_stage else []
 
 

@@ -65,7 +65,7 @@ TRUNCATED = (0, 5, 10, 23)
 
 def truncated_rollout(config: RlRunConfig, dp_cp_rank: int, dp_cp_size: int) -> Rollout:
     """The ragged rollout of random tokens, some of whose completions have no end, and one no reward."""
-    rollout = rollout_of(config, dp_cp_rank, dp_cp_size)
+    rollout = rollout_of(config, dp_cp_rank, dp_cp_size, has_segments=False)
     rewards_PG = rollout.rewards_PG.clone()
     rewards_PG[2, 1] = torch.nan  # sample 9, which is not trained on
     num_teachers = max(1, len(config.rl.distill.paths))

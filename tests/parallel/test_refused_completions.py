@@ -69,7 +69,7 @@ class Batch:
     prompts: Sequence[int]
 
     def groups(self, config: RlRunConfig) -> list[Group]:
-        given = rollout_of(config, 0, 1).groups
+        given = rollout_of(config, 0, 1, has_segments=False).groups
         return [
             replace(
                 given[p],

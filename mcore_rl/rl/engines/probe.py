@@ -29,7 +29,7 @@ from mcore_rl.model.layers.adapters import Adapter
 from mcore_rl.replay.cache import LocalTokens, local_tokens
 from mcore_rl.rl.batch import LogprobHead, PolicyMicrobatch, evaluating, layout_of, make_microbatch, without_capacity
 from mcore_rl.rl.engines.base import Sampling
-from mcore_rl.rl.types import TrainedSample
+from mcore_rl.rl.types import SampleShape, TrainedSample
 
 FP32_LIMIT = 2e-4
 """Limit of the largest difference, in nats, if both compute in fp32; vLLM 0.32 was measured at 5e-6."""
@@ -258,9 +258,10 @@ class Probe:
         samples = {
             index: TrainedSample(
                 tokens_T=torch.tensor(tokens),
-                num_prompt_tokens=1,
                 rollout_logprobs_C=torch.zeros(len(tokens) - 1),
-                is_trained=True,
+                shape=SampleShape(
+                    replica_rank=0, num_prompt_tokens=1, num_completion_tokens=len(tokens) - 1, is_trained=True
+                ),
             )
             for index, tokens in enumerate(sequences)
         }
@@ -289,7 +290,7 @@ class Probe:
                 mask_T = microbatch.completion_mask_T
                 indices = torch.tensor(microbatch.samples, device=self._device)
                 rows_T = indices[microbatch.sequence_T[mask_T]]
-                positions_T = microbatch.inputs.position_ids_Bs[0][mask_T]
+                positions_T = microbatch.place_T[mask_T]
                 logprobs_NT[rows_T, positions_T] = output["logprobs"][mask_T].double()
         dist.all_reduce(logprobs_NT, group=mesh.world.group)
         # Each rank has only the experts of its layers and tokens.

@@ -76,9 +76,14 @@ class RewardModelSource:
 
 
 def whole_reader(group: Group, completion: Completion) -> Reading:
-    """Read a completion in the policy's tokens, with its score at the last token."""
-    tokens_T = (*group.prompt.tokens_T, *completion.tokens_T)
+    """Read a completion in the policy's tokens, with its score at the last token. Of segments, the last one is read."""
+    tokens_T = (*group.prompt.tokens_T, *completion.tokens_T)[_first_read(group, completion) :]
     return Reading(tokens_T, (len(tokens_T) - 1,))
+
+
+def _first_read(group: Group, completion: Completion) -> int:
+    """Return the index in the sample of the last segment's first token."""
+    return len(group.prompt.tokens_T) + completion.segments[-1] if completion.segments else 0
 
 
 def step_reader(separator: str, decode: Callable[[Sequence[int]], str]) -> Reader:
@@ -89,14 +94,16 @@ def step_reader(separator: str, decode: Callable[[Sequence[int]], str]) -> Reade
             return None
         # If a completion has several turns, its text is the last turn's.
         start, stop = completion.sampled_spans[-1]
-        first, tokens_T = len(group.prompt.tokens_T) + start, completion.tokens_T[start:stop]
+        begin, tokens_T = _first_read(group, completion), completion.tokens_T[start:stop]
+        first = len(group.prompt.tokens_T) + start - begin
         ends = step_ends(completion.text, separator)
         if not ends:
             return None
         tokens = step_tokens(tokens_T, completion.text, ends, decode)
         # If two steps end in the same token, only the later step is scored.
         positions = {first + token: end for token, end in zip(tokens, ends, strict=True)}
-        return Reading((*group.prompt.tokens_T, *completion.tokens_T), tuple(positions), tuple(positions.values()))
+        read_T = (*group.prompt.tokens_T, *completion.tokens_T)[begin:]
+        return Reading(read_T, tuple(positions), tuple(positions.values()))
 
     return read
 
@@ -221,11 +228,10 @@ class RewardModel:
         samples = {
             first + index: TrainedSample(
                 tokens_T=torch.tensor([*reading.tokens_T, reading.tokens_T[-1]]),
-                num_prompt_tokens=begin,
                 rollout_logprobs_C=torch.zeros(count),
-                is_trained=True,
+                shape=shapes[first + index],
             )
-            for index, (reading, (begin, count)) in enumerate(zip(readings, own, strict=True))
+            for index, (reading, (_, count)) in enumerate(zip(readings, own, strict=True))
         }
         lengths = {index: shape.num_positions for index, shape in shapes.items()}
         limits = self._limits(max(lengths.values()))
@@ -247,7 +253,7 @@ class RewardModel:
             for microbatch, output in zip(microbatches, outputs, strict=True):
                 indices_N = torch.tensor(microbatch.samples, dtype=torch.int64, device=device)
                 of_T = indices_N[microbatch.sequence_T[microbatch.mask_T]]
-                places_T = offsets_N[of_T] + microbatch.inputs.position_ids_Bs[0][microbatch.mask_T]
+                places_T = offsets_N[of_T] + microbatch.place_T[microbatch.mask_T]
                 scores_C[places_T] = output["values"][microbatch.mask_T].double()
             # Each position has its score on one rank and 0 on all other ranks.
             dist.all_reduce(scores_C, group=mesh.dp_cp.group)

@@ -156,6 +156,7 @@ class Rollouts:
                     is_truncated=summary.truncated_G[g],
                     teacher=summary.teacher,
                     sampled_spans=summary.spans_G[g],
+                    segments=summary.segments_G[g],
                 )
                 for p, summary in enumerate(chosen)
                 for g in range(rollout.group_size)
@@ -335,6 +336,7 @@ class Rollouts:
                 spans_G=[
                     None if completion.episode is None else completion.episode.spans for completion in group.completions
                 ],
+                segments_G=[completion.segments for completion in group.completions],
                 truncated_G=[completion.is_truncated for completion in group.completions],
                 rewards_G=rewards_PG[p],
                 num_stale_G=[num_stale_tokens(completion, version) for completion in group.completions],

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_rl.config.rl_run import RlConfig, RlRunConfig
-from mcore_rl.data.packing import LENGTH_MULTIPLE, PackingLimits, plan_minibatches
+from mcore_rl.data.packing import LENGTH_MULTIPLE, PackingLimits, padded, plan_minibatches
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.schedule import MAX, Head, HeadOutput, ReadsDeferredLogits, signal_of
 from mcore_rl.megatron.vocab import Logits
@@ -190,7 +190,11 @@ class Learner:
         config, mesh, device = self.config, self.state.mesh, self.state.platform.device
         shapes = rollout.shapes
         plans = plan_minibatches(
-            {n: shape.num_positions for n, shape in shapes.items() if n not in rollout.refused},
+            {
+                n: sum(padded(length, self._limits.sample_multiple) for length in shape.segment_positions)
+                for n, shape in shapes.items()
+                if n not in rollout.refused
+            },
             config.rollout_size // config.train.global_batch,
             mesh.dp.size,
             self._limits,
@@ -203,7 +207,7 @@ class Learner:
             num_trained_N = torch.zeros(len(shapes), dtype=torch.int64)
             num_trained_N[indices] = torch.tensor([shapes[index].num_trained for index in indices], dtype=torch.int64)
             totals = BatchTotals(int(num_trained_N.sum()), int((num_trained_N > 0).sum()))
-            lengths = [shapes[index].num_positions for index in indices]
+            lengths = [length for index in indices for length in shapes[index].segment_positions]
             minibatches.append(
                 Minibatch(
                     microbatches=[

@@ -272,7 +272,7 @@ def _tables_of_completions(
             column_NP = pad_sequence([_columns(shapes[index]) for index in microbatch.samples], batch_first=True)
             here_T = microbatch.completion_mask_T
             sequence_T = microbatch.sequence_T[here_T]
-            columns_T = column_NP.to(device)[sequence_T, microbatch.inputs.position_ids_Bs[0][here_T]]
+            columns_T = column_NP.to(device)[sequence_T, microbatch.place_T[here_T]]
             for table_NC, numbers_T in zip(tables_FNC, numbers(microbatch), strict=True):
                 table_NC[rows_N[sequence_T], columns_T] = numbers_T[here_T].double()
         # Each context-parallel rank filled its own positions.

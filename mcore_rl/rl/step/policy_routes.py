@@ -23,7 +23,7 @@ from mcore_rl.replay.disagreement import DisagreementLimit, StaleRoutes
 from mcore_rl.replay.tape import RoutingTape
 from mcore_rl.replay.witness import proving
 from mcore_rl.rl.batch import LogprobHead, Minibatch, PolicyMicrobatch, evaluating, layout_of
-from mcore_rl.rl.types import Completion, Prompt, Rollout
+from mcore_rl.rl.types import Completion, Prompt, Rollout, SampleShape
 from mcore_rl.train.state import TrainState
 
 if TYPE_CHECKING:
@@ -152,7 +152,8 @@ class PolicyRoutes:
         if completion.experts_TLK is not None or self._replay.missing != "live":
             return routes_of(prompt, completion, group)
         assert self._from_rollout is not None
-        shape = (len(prompt.tokens_T) + len(completion.tokens_T) - 1, len(self._from_rollout.layers))
+        num_rows = len(prompt.tokens_T) + len(completion.tokens_T) - 1 - len(completion.segments)
+        shape = (num_rows, len(self._from_rollout.layers))
         without_TLK = torch.full((*shape, self._from_rollout.top_k), -1, dtype=torch.int16)
         return routes_of(prompt, replace(completion, experts_TLK=without_TLK), group)
 
@@ -379,13 +380,20 @@ class PolicyRoutes:
 def routes_of(prompt: Prompt, completion: Completion, group: int | None = None) -> "RolloutRoutes | None":
     """Return the engine's routes of a completion of `group`; None if it returned none.
 
-    The last token is left out: it enters no layer, in generation as in training.
+    The last token of each segment is left out: it enters no layer, in generation as in training.
     """
     if completion.experts_TLK is None:
         return None
     from mcore_rl.replay.from_rollouts import RolloutRoutes  # only where engines return routes
 
-    tokens_T = torch.tensor((*prompt.tokens_T, *completion.tokens_T)[:-1])
+    shape = SampleShape(
+        replica_rank=0,
+        num_prompt_tokens=len(prompt.tokens_T),
+        num_completion_tokens=len(completion.tokens_T),
+        is_trained=False,
+        segments=completion.segments,
+    )
+    tokens_T = torch.tensor((*prompt.tokens_T, *completion.tokens_T))[shape.input_P]
     return RolloutRoutes(tokens_T, completion.experts_TLK, group)
 
 

@@ -217,7 +217,7 @@ class RouterShift:
 
 
 def _samples(layout: MicrobatchLayout) -> Samples:
-    return tuple(span.sample for span in layout.spans if span.sample >= 0)
+    return tuple(layout.num_tokens)
 
 
 def _encoded(calls: Sequence[tuple[Tensor, Tensor]]) -> Tensor:

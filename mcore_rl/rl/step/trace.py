@@ -41,7 +41,7 @@ class TokenTrace:
         sample_T = torch.tensor(microbatch.samples, device=logprobs_T.device)[microbatch.sequence_T]
         is_traced_T = microbatch.mask_T & (sample_T < self._num_samples)
         log_ratio_T = logprobs_T.detach() - microbatch.rollout_logprobs_T
-        columns = (sample_T, microbatch.inputs.position_ids_Bs[0], log_ratio_T, microbatch.advantages_T)
+        columns = (sample_T, microbatch.place_T, log_ratio_T, microbatch.advantages_T)
         for sample, position, *numbers in zip(*(x[is_traced_T].tolist() for x in columns), strict=True):
             self._learned[sample, position] = (numbers[0], numbers[1])
 
@@ -79,14 +79,15 @@ class TokenTrace:
         found = {}
         for sample, texts in sorted({n: x for part, *_ in gathered for n, x in part.items()}.items()):
             first = rollout.shapes[sample].num_prompt_tokens
-            numbers = [learned.get((sample, first - 1 + index)) for index in range(len(texts))]
+            position_of = {token: p for p, token in enumerate(rollout.shapes[sample].input_P.tolist())}
+            numbers = [learned.get((sample, position_of.get(first - 1 + index, -1))) for index in range(len(texts))]
             advantages = [both[1] for both in numbers if both]
             found[sample] = {
                 "advantage": fmean(advantages) if advantages else None,
                 "pieces": texts,
                 "log_ratios": [None if both is None else round(both[0], 4) for both in numbers],
                 "changed_routes": {
-                    name: [index for index in range(len(texts)) if (sample, first + index) in changed[name]]
+                    name: [n for n in range(len(texts)) if (sample, position_of.get(first + n, -1)) in changed[name]]
                     for name in names
                 },
             }

@@ -14,6 +14,11 @@ WIDE = MicrobatchLayout(
     row_length=48,
     packed=True,
 )
+SEGMENTS = MicrobatchLayout(
+    ((SampleSpan(6, 5, 8), SampleSpan(2, 3, 4), SampleSpan(2, 7, 8, 0, 3), SampleSpan(2, 1, 4, 4, 10)),),
+    row_length=24,
+    packed=True,
+)
 TWO_ROWS = MicrobatchLayout(
     ((SampleSpan(4, 13, 16),), (SampleSpan(-1, 0, 16),), (SampleSpan(1, 16, 16),)), row_length=16, packed=False
 )
@@ -24,12 +29,15 @@ def test_positions_counted_by_hand() -> None:
     index_t, position_t = labels_at_routers(PACKED, mesh(cp=2, cp_rank=1))
     assert index_t.tolist() == [0, 0, 1, 1, 1, 1, -1, -1]
     assert position_t.tolist() == [1, 2, 2, 3, 4, 5, -1, -1]
+    index_t, position_t = labels_at_routers(SEGMENTS, mesh(cp=2, cp_rank=0))
+    assert index_t.tolist() == [0, 0, -1, -1, 1, -1, 1, 1, 1, -1, 1, -1]
+    assert position_t.tolist() == [0, 1, -1, -1, 0, -1, 3, 4, 9, -1, 10, -1], "positions of a sample go on"
     index_t, position_t = labels_at_routers(PADDED, mesh(tp=2, tp_rank=1))
     assert index_t.tolist() == [0, 1, -1, 1]
     assert position_t.tolist() == [2, 2, -1, 3]
 
 
-@pytest.mark.parametrize("layout", [PADDED, PACKED, WIDE, TWO_ROWS])
+@pytest.mark.parametrize("layout", [PADDED, PACKED, WIDE, SEGMENTS, TWO_ROWS])
 def test_every_rank_of_every_mesh_sees_the_tokens_that_the_tape_lays_out(layout: MicrobatchLayout) -> None:
     ranks = [(cp, tp, c, t) for cp, tp in ((1, 1), (2, 1), (1, 2), (2, 2)) for c in range(cp) for t in range(tp)]
     for cp, tp, cp_rank, tp_rank in ranks:

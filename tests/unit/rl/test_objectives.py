@@ -25,7 +25,7 @@ from mcore_rl.rl.models.reference import ReferencePass
 from mcore_rl.rl.step.learner import Learner, OptionalParts, PolicyHead, policy_logprobs
 from mcore_rl.rl.step.objective import policy_objective
 from mcore_rl.rl.step.policy_routes import PolicyRoutes
-from mcore_rl.rl.types import Rollout
+from mcore_rl.rl.types import Completion, Rollout
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState
 from tests.parallel.rl_steps import GROUPS, SIZE, rollout_of, sampled_positions
@@ -61,6 +61,12 @@ def state() -> Iterator[TrainState]:
     destroy_mesh()
 
 
+def labels_of(prompt_T: tuple[int, ...], completion: Completion) -> list[int]:
+    """The tokens that are predicted: all but the first of the prompt and of each further segment."""
+    starts = (0, *(len(prompt_T) + start for start in completion.segments))
+    return [token for n, token in enumerate((*prompt_T, *completion.tokens_T)) if n not in starts]
+
+
 class Batch:
     """Ragged completions, some of one token or of several turns, three left out, and a group of equal rewards; float64
     numbers of each sampled token, by sample.
@@ -76,11 +82,12 @@ class Batch:
         }
         self.rollout: Rollout = replace(plain, rewards_PG=rewards_PG, shapes=shapes)
         self.rewards = rewards_PG.tolist()
-        self.tokens = {
-            p * SIZE + g: (*group.prompt.tokens_T, *completion.tokens_T)
+        self.labels = {
+            p * SIZE + g: labels_of(group.prompt.tokens_T, completion)
             for p, group in plain.groups.items()
             for g, completion in enumerate(group.completions)
         }
+        """The token that each position predicts."""
         self.positions = {n: sampled_positions(shape) for n, shape in shapes.items()}
         assert min(map(len, self.positions.values())) == 1
         generator = torch.Generator().manual_seed(4)
@@ -88,7 +95,7 @@ class Batch:
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-        self.logits = {n: 2 * normal(len(t) - 1, MODEL.padded_vocab_size) for n, t in self.tokens.items()}
+        self.logits = {n: 2 * normal(len(t), MODEL.padded_vocab_size) for n, t in self.labels.items()}
         now = {n: self.distributions(n, logits)[0] for n, logits in self.logits.items()}
         self.old, self.reference, self.rollout_logprobs = (
             {n: logprobs + 0.3 * normal(len(logprobs)) for n, logprobs in now.items()} for _ in range(3)
@@ -99,7 +106,7 @@ class Batch:
         """Logprob of each sampled token, and entropy of its distribution."""
         places = self.positions[sample]
         all_logprobs = (logits[places, : MODEL.vocab_size] / TEMPERATURE).log_softmax(-1)
-        tokens = [self.tokens[sample][place + 1] for place in places]
+        tokens = [self.labels[sample][place] for place in places]
         return all_logprobs[range(len(places)), tokens], -(all_logprobs.exp() * all_logprobs).sum(-1)
 
     def packed(self, one: PolicyMicrobatch, numbers: BySample) -> Tensor:
@@ -107,11 +114,13 @@ class Batch:
         width = next(iter(numbers.values())).shape[1:]
         rows = torch.full((one.shape[1], *width), PADDING, dtype=torch.float64)
         begin = 0
-        for sample, (_, padded) in zip(one.samples, one.spans, strict=True):
-            given = numbers[sample]
-            places = range(len(given)) if width else self.positions[sample]
-            rows = rows.index_put((torch.tensor([begin + place for place in places]),), given)
-            begin += padded
+        for span in one.spans:
+            given = numbers[span.sample]
+            places = range(len(given)) if width else self.positions[span.sample]
+            own = [n for n, place in enumerate(places) if 0 <= place - span.first_position < span.num_tokens]
+            at = torch.tensor([begin + places[n] - span.first_position for n in own], dtype=torch.int64)
+            rows = rows.index_put((at,), given[own])
+            begin += span.num_positions
         return rows
 
     def with_numbers(self, minibatch: Minibatch) -> Minibatch:

@@ -20,7 +20,7 @@ from mcore_rl.rl.batch import LogprobHead, evaluating, make_microbatch
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.native.engine import MegatronEngine
 from mcore_rl.rl.environments.conversations import _Draft
-from mcore_rl.rl.types import Completion, Group, Prompt, TrainedSample, single_version
+from mcore_rl.rl.types import Completion, Group, Prompt, SampleShape, TrainedSample, single_version
 from tests.conversing import END, LETTERS, chat_of, config_of, conversations_of, held, problems, sampling, seeds_of
 from tests.hf_models import VOCAB, Oracle
 from tests.unit.rl.engines.test_served import served
@@ -37,10 +37,14 @@ def test_masks_and_logprobs_are_those_of_a_teacher_forced_pass_over_the_whole_co
     samples = {
         index: TrainedSample(
             tokens_T=torch.tensor(prompt.tokens_T + one.tokens_T),
-            num_prompt_tokens=len(prompt.tokens_T),
             rollout_logprobs_C=torch.tensor(one.logprobs_T),
-            is_trained=True,
-            sampled_spans=one.sampled_spans,
+            shape=SampleShape(
+                replica_rank=0,
+                num_prompt_tokens=len(prompt.tokens_T),
+                num_completion_tokens=len(one.tokens_T),
+                is_trained=True,
+                sampled_spans=one.sampled_spans,
+            ),
         )
         for index, (prompt, one) in enumerate(pairs)
     }

@@ -1,13 +1,15 @@
 """Microbatches of completions: what lies at each position."""
 
-import dataclasses
+from itertools import chain
+from typing import Any
 
 import pytest
 import torch
 
 from mcore_rl.data.packing import PackingLimits
-from mcore_rl.megatron.mesh import Axis
-from mcore_rl.rl.batch import make_microbatch
+from mcore_rl.megatron.mesh import Axis, Mesh
+from mcore_rl.replay.cache import SampleSpan, local_tokens
+from mcore_rl.rl.batch import layout_of, make_microbatch
 from mcore_rl.rl.step.objective import at_positions
 from mcore_rl.rl.types import SampleShape, TrainedSample
 
@@ -15,13 +17,17 @@ ALONE = Axis(None, 0, 1)
 CPU = torch.device("cpu")
 
 
-def sample(prompt: list[int], said: list[int], *, is_trained: bool = True, num_stale_tokens: int = 0) -> TrainedSample:
+def sample(prompt: list[int], said: list[int], *, is_trained: bool = True, **fields: Any) -> TrainedSample:
     return TrainedSample(
         tokens_T=torch.tensor(prompt + said),
-        num_prompt_tokens=len(prompt),
         rollout_logprobs_C=-torch.tensor(said, dtype=torch.float32),
-        is_trained=is_trained,
-        num_stale_tokens=num_stale_tokens,
+        shape=SampleShape(
+            replica_rank=0,
+            num_prompt_tokens=len(prompt),
+            num_completion_tokens=len(said),
+            is_trained=is_trained,
+            **fields,
+        ),
     )
 
 
@@ -37,7 +43,8 @@ def test_index_t_belongs_to_the_token_that_is_predicted_there() -> None:
     batch = make_microbatch(SAMPLES, [3, 5, 8], limits, ALONE, CPU)
     # 4 + 1 + 4 positions, padded to 4 + 2 + 4, and the row to 12.
     assert batch.shape == (1, 12)
-    assert batch.spans == ((4, 4), (1, 2), (4, 4))
+    assert batch.spans == (SampleSpan(3, 4, 4), SampleSpan(5, 1, 2), SampleSpan(8, 4, 4))
+    assert batch.place_T.tolist() == [0, 1, 2, 3, 0, 0, 0, 1, 2, 3, 0, 0]
     assert batch.inputs.tokens_Bs.tolist() == [[11, 12, 21, 22, 13, 0, 14, 15, 16, 25, 0, 0]]
     assert batch.inputs.position_ids_Bs.tolist() == [[0, 1, 2, 3, 0, 1, 0, 1, 2, 3, 0, 1]]
     assert batch.inputs.labels_Bs[0][batch.mask_T].tolist() == [21, 22, 23, 25, 26]
@@ -51,10 +58,11 @@ def test_index_t_belongs_to_the_token_that_is_predicted_there() -> None:
 
 def test_tokens_of_an_environment_are_read_and_neither_trained_on_nor_counted() -> None:
     said = [21, 22, 91, 92, 23, 93, 24]
-    conversation = dataclasses.replace(sample([11, 12], said), sampled_spans=((0, 2), (4, 5), (6, 7)))
-    assert conversation.sampled_C.tolist() == [True, True, False, False, True, False, True]
+    turns = ((0, 2), (4, 5), (6, 7))
+    conversation = sample([11, 12], said, sampled_spans=turns)
+    assert conversation.shape.sampled_C.tolist() == [True, True, False, False, True, False, True]
     limits = PackingLimits(max_tokens=32, multiple=1, sample_multiple=1)
-    samples = {0: conversation, 1: SAMPLES[3], 2: dataclasses.replace(conversation, is_trained=False)}
+    samples = {0: conversation, 1: SAMPLES[3], 2: sample([11, 12], said, sampled_spans=turns, is_trained=False)}
     batch = make_microbatch(samples, [0, 1, 2], limits, ALONE, CPU)
     assert batch.inputs.tokens_Bs[0, :8].tolist() == [11, 12, *said[:-1]]
     assert batch.inputs.labels_Bs[0][batch.mask_T].tolist() == [21, 22, 23, 24, 21, 22, 23]
@@ -63,13 +71,7 @@ def test_tokens_of_an_environment_are_read_and_neither_trained_on_nor_counted() 
     assert torch.equal(batch.rows_N, batch.mask_T.nonzero()[:, 0])
     assert torch.equal(batch.completion_rows_N, batch.completion_mask_T.nonzero()[:, 0])
     assert batch.lengths_N.tolist() == [4, 3, 0]
-    shape = SampleShape(
-        replica_rank=0,
-        num_prompt_tokens=2,
-        num_completion_tokens=7,
-        is_trained=True,
-        sampled_spans=conversation.sampled_spans,
-    )
+    shape = conversation.shape
     assert (shape.num_positions, shape.num_sampled, shape.num_trained) == (8, 4, 4)
     assert shape.sampled_positions.tolist() == batch.completion_mask_T[:8].nonzero().flatten().tolist()
     at_positions_P = at_positions(torch.tensor([1.0, 2.0, 3.0, 4.0, 0.0]), shape)
@@ -131,5 +133,63 @@ def test_stale_tokens_are_the_first_of_a_completion() -> None:
     limits = PackingLimits(max_tokens=16, multiple=4, sample_multiple=2)
     batch = make_microbatch(samples, [3, 5, 8], limits, ALONE, CPU)
     assert batch.inputs.labels_Bs[0][batch.is_stale_T].tolist() == [21, 22, 25, 26]
-    assert batch.first_current == (3, 0, 4)
+    assert [span.first_current for span in batch.spans] == [3, 0, 4]
     assert [len(samples[n].tokens_T) - 1 for n in (3, 8)] == [4, 4]  # one position is current, and none
+
+
+SEGMENTS = ([[11, 12, 21, 22, 91, 23], [41, 42, 43, 31, 32]], [[13, 24, 92, 25], [51, 33], [61, 62, 34, 35]])
+"""The tokens of each segment of two samples; tokens of 20 to 39 are sampled, the prompts are the first 2 and 1."""
+
+
+def segmented(number: int, **fields: Any) -> TrainedSample:
+    """A sample of `SEGMENTS`, whose tokens have their negative as logprob."""
+    tokens, num_prompt = [*chain(*SEGMENTS[number])], 2 - number
+    said = tokens[num_prompt:]
+    starts = [sum(map(len, SEGMENTS[number][:n])) - num_prompt for n in range(1, len(SEGMENTS[number]))]
+    spans = tuple((n, n + 1) for n, token in enumerate(said) if 20 <= token < 40)
+    return sample(tokens[:num_prompt], said, segments=tuple(starts), sampled_spans=spans, **fields)
+
+
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_segments_are_sequences_of_their_own_without_their_last_token(multiple: int, one_rank: Mesh) -> None:
+    limits = PackingLimits(max_tokens=64, multiple=4, sample_multiple=multiple)
+    batch = make_microbatch({0: segmented(0), 1: segmented(1)}, [0, 1], limits, ALONE, CPU)
+    segments = [*SEGMENTS[0], *SEGMENTS[1]]
+    lengths = [-(-(len(tokens) - 1) // multiple) * multiple for tokens in segments]
+    starts = [sum(lengths[:n]) for n in range(5)]
+    assert batch.inputs.packed.lengths[:5] == tuple(lengths)
+    real = [start + n for start, tokens in zip(starts, segments, strict=True) for n in range(len(tokens) - 1)]
+    assert (~batch.inputs.is_padding_Bs[0]).nonzero().flatten().tolist() == real
+    assert batch.inputs.tokens_Bs[0][real].tolist() == [t for tokens in segments for t in tokens[:-1]]
+    assert batch.inputs.labels_Bs[0][real].tolist() == [t for tokens in segments for t in tokens[1:]]
+    assert batch.inputs.position_ids_Bs[0][real].tolist() == [n for tokens in segments for n in range(len(tokens) - 1)]
+    assert batch.place_T[real].tolist() == [*range(5 + 4), *range(3 + 1 + 3)], "places go on, unlike positions"
+    assert batch.inputs.labels_Bs[0][batch.mask_T].tolist() == [21, 22, 23, 31, 32, 24, 25, 33, 34, 35]
+    assert batch.rollout_logprobs_T[batch.mask_T].tolist() == [-21, -22, -23, -31, -32, -24, -25, -33, -34, -35]
+    assert batch.lengths_N.tolist() == [5, 5]
+    tokens = local_tokens(layout_of(batch), one_rank)
+    assert tokens.lengths == (9, 7)
+    assert tokens.is_real_t.nonzero().flatten().tolist() == real
+    assert tokens.position_t[real].tolist() == batch.place_T[real].tolist()
+    assert tokens.sample_index_t[real].tolist() == [0] * 9 + [1] * 7
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_numbers_of_each_token_come_to_their_segment(rank: int) -> None:
+    """Under context parallelism, whose ranks have two quarters of each segment."""
+    limits = PackingLimits(max_tokens=64, multiple=4, sample_multiple=4)
+    samples = {0: segmented(0), 1: segmented(1)}
+    batch = make_microbatch(samples, [1, 0], limits, Axis(None, rank, 2), CPU)
+    numbers = {
+        index: at_positions(
+            torch.tensor([float(t) for t in chain(*SEGMENTS[index]) if 20 <= t < 40]), samples[index].shape
+        )
+        for index in samples
+    }
+    weighted = batch.with_advantages(numbers, torch.ones(2)).with_returns(numbers)
+    labels_T = batch.inputs.labels_Bs[0][batch.mask_T]
+    assert weighted.advantages_T[batch.mask_T].tolist() == labels_T.tolist()
+    assert weighted.returns_T[batch.mask_T].tolist() == labels_T.tolist()
+    other = make_microbatch(samples, [1, 0], limits, Axis(None, 1 - rank, 2), CPU)
+    both = labels_T.tolist() + other.inputs.labels_Bs[0][other.mask_T].tolist()
+    assert sorted(both) == [21, 22, 23, 24, 25, 31, 32, 33, 34, 35]
