@@ -68,6 +68,7 @@ def rl_violations(rl: RlConfig) -> Iterator[str]:
     yield from _servers(rl.reward)
     yield from _lengths(rl)
     yield from _environment(rl)
+    yield from _agent(rl)
 
 
 def _prompts(prompts: PromptConfig) -> Iterator[str]:
@@ -392,6 +393,8 @@ def _pattern(name: str, pattern: str | None, *, groups: int) -> Iterator[str]:
 
 def completion_field(rl: RlConfig) -> str:
     """Return the field with the maximum number of tokens after a prompt."""
+    if rl.agent.is_on:
+        return "rl.agent.max_tokens"
     return "rl.rollout.max_new_tokens" if rl.environment.name is None else "rl.environment.max_tokens"
 
 
@@ -412,17 +415,57 @@ def _lengths(rl: RlConfig) -> Iterator[str]:
         )
 
 
+def _agent(rl: RlConfig) -> Iterator[str]:
+    agent = rl.agent
+    if not agent.is_on:
+        yield from unused("rl.agent", agent, (True, "", "rl.agent without function and command"))
+        return
+    if agent.function is not None and agent.command:
+        yield (
+            f'rl.agent.function="{agent.function}" with rl.agent.command={list(agent.command)}: a session runs one of '
+            "them. Take one out."
+        )
+    if rl.environment.name is not None:
+        yield (
+            f'rl.agent with rl.environment.name="{rl.environment.name}": an agent answers the policy itself. Take one '
+            "of them out."
+        )
+    if ENVIRONMENT_PART not in rl.reward.parts:
+        yield (
+            f'rl.agent is set, and rl.reward.parts={list(rl.reward.parts)} lacks "{ENVIRONMENT_PART}", the reward that '
+            "the agent returns and the account of its failures. Name it there (rl.reward.weights may give it 0)."
+        )
+    if agent.max_tokens < rl.rollout.max_new_tokens:
+        yield (
+            f"rl.agent.max_tokens={agent.max_tokens} has no room for one answer of rl.rollout.max_new_tokens="
+            f"{rl.rollout.max_new_tokens} tokens. Set it higher, or shorten answers."
+        )
+    if rl.rollout.max_staleness:
+        yield (
+            f"rl.rollout.max_staleness={rl.rollout.max_staleness} with rl.agent: a session has tokens of one version "
+            "of the weights. Set it to 0."
+        )
+    if (
+        rl.advantage.kind in ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+        and agent.branches == "train"
+    ):
+        yield (
+            f'rl.advantage.kind="{rl.advantage.kind}" with rl.agent.branches="train": its returns run from token to '
+            'token, and segments do not follow each other. Set branches="fail", or another kind.'
+        )
+
+
 def _environment(rl: RlConfig) -> Iterator[str]:
     environment, name = rl.environment, rl.environment.name
     has_part = ENVIRONMENT_PART in rl.reward.parts
     if name is None:
         yield from unused("rl.environment", environment, (True, "", 'rl.environment.name="none"'))
-        if has_part:
+        if has_part and not rl.agent.is_on:
             yield (
                 f'rl.reward.parts names "{ENVIRONMENT_PART}", but rl.environment.name is not set. Name an environment, '
                 "or take the part out."
             )
-        if rl.prompts.task == "seeds":
+        if rl.prompts.task == "seeds" and not rl.agent.is_on:
             yield (
                 'rl.prompts.task="seeds" is for an environment that makes its own problems, and rl.environment.name is '
                 "not set. Name one, or another task."

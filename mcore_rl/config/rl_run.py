@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.replay import ReplayConfig
+from mcore_rl.config.rl.agent import AgentConfig
 from mcore_rl.config.rl.loss import (
     AnyAdvantage,
     AnyLoss,
@@ -40,6 +41,7 @@ class RlConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     engine: Annotated[AnyEngine, ByKind()] = NativeConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
+    agent: AgentConfig = AgentConfig()
     reward: RewardConfig = RewardConfig()
     advantage: Annotated[AnyAdvantage, ByKind()] = ZscoreAdvantage()
     loss: Annotated[AnyLoss, ByKind()] = GrpoLoss()
@@ -79,7 +81,11 @@ class RlConfig(Section):
 
     @cached_property
     def max_completion_tokens(self) -> int:
-        """Maximum number of tokens after a prompt: of a single turn, or, with an environment, of the conversation."""
+        """Maximum number of tokens after a prompt: of a single turn, or of a conversation with an environment, or of a
+        session of an agent.
+        """
+        if self.agent.is_on:
+            return self.agent.max_tokens
         return self.rollout.max_new_tokens if self.environment.name is None else self.environment.max_tokens
 
 

@@ -15,7 +15,7 @@ from mcore_rl.config.section import Section, Text
 def evaluation_conditions(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the conditions of the evaluations of an RL config: "prompts" (files, or task, sizes and seed), "first"
     (their number), "samples" a prompt, "temperature", "max_new_tokens", "correct_by" (part of the reward),
-    "environment" if any.
+    "environment" and "agent" if any.
     """
     rl = config.get("rl", {})
     prompts, evaluation = rl.get("prompts", {}), rl.get("eval", {})
@@ -29,6 +29,8 @@ def evaluation_conditions(config: Mapping[str, Any]) -> dict[str, Any]:
     correct = reward.get("correct", "auto")
     environment = rl.get("environment", {})
     limits = ("name", "arguments", "max_turns", "max_tokens")
+    agent = rl.get("agent", {})
+    of_agent = ("function", "command", "arguments", "max_calls", "max_tokens", "branches")
     return {
         "prompts": source,
         "first": evaluation.get("num_prompts"),
@@ -37,6 +39,11 @@ def evaluation_conditions(config: Mapping[str, Any]) -> dict[str, Any]:
         "max_new_tokens": rl.get("rollout", {}).get("max_new_tokens"),
         "correct_by": correct_part(None if correct == "none" else correct, reward.get("parts", ())),
         **({"environment": {key: environment[key] for key in limits}} if environment.get("name") else {}),
+        **(
+            {"agent": {key: agent.get(key) for key in of_agent}}
+            if agent.get("command") or agent.get("function", "none") not in (None, "none")
+            else {}
+        ),
     }
 
 

@@ -291,6 +291,26 @@ class TemplateChat:
             rest = rest[len(end) :]
         return self._tokenizer.encode(rest).ids
 
+    def reply_parsed(
+        self, before: Conversation, answer: Message, replies: Sequence[Message], *, is_closed: bool
+    ) -> list[int]:
+        """Return what `reply` does, for a turn that the template is given in parts (reasoning, tool calls): what it
+        puts after the token that ends the turn. The template may write the turn itself otherwise than it was sampled.
+
+        Raises:
+            TemplateError: where the template renders earlier turns differently from before, or does not end the turn.
+        """
+        messages = (*before.messages, answer)
+        start, _ = self._render(before, len(before.messages))
+        turn, _ = self._render(replace(before, messages=messages), len(messages))
+        whole = replace(before, messages=(*messages, *replies))
+        text, _ = self._render(whole, len(whole.messages), add_generation_prompt=True)
+        end = self._text_of_end
+        at = -1 if end is None else turn.rfind(end, len(start))
+        if end is None or at < 0 or not (text.startswith(turn) and turn.startswith(start)):
+            raise TemplateError("the chat template renders turns differently when others follow them")
+        return self._tokenizer.encode(text[at + (len(end) if is_closed else 0) :]).ids
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, with the names of special tokens."""
         return self._tokenizer.decode(ids)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.rl_run import RlConfig, RlRunConfig
 from mcore_rl.data.answer_ends import describe_ends, end_tokens
 from mcore_rl.data.chat import RAW_JOINS, Chat, load_chat, raw_joins
 from mcore_rl.data.records import WARNING
@@ -17,7 +17,7 @@ from mcore_rl.megatron.agree import on_every_rank
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import Platform
 from mcore_rl.programs.inputs import load_matching_tokenizer
-from mcore_rl.rl.engines.base import asking, make_engine, sampling_of
+from mcore_rl.rl.engines.base import Engine, asking, make_engine, sampling_of
 from mcore_rl.rl.rewards.score import ANSWER_PARTS, FailureReport, Reward
 from mcore_rl.rl.rollouts.evaluation import greedy_baseline
 from mcore_rl.rl.rollouts.prompts import FilePrompts, PromptEncoder, PromptSource, held_out_prompts, train_prompts
@@ -26,6 +26,8 @@ from mcore_rl.rl.types import Prompt
 from mcore_rl.train.state import Progress
 
 if TYPE_CHECKING:
+    from mcore_rl.rl.agents.hold import AgentSessions
+    from mcore_rl.rl.environments.conversations import Conversations
     from mcore_rl.rl.rollouts.flow import GroupFlow
 
 
@@ -88,7 +90,12 @@ def make_flow(rollouts: Rollouts, progress: Progress, steps: int) -> "GroupFlow"
     from mcore_rl.rl.rollouts.flow import GroupFlow
 
     engine, rollout, updates = asking(rollouts.engine), rollouts.rl.rollout, rollouts.updates_per_rollout
-    request = engine.request_group if rollouts.conversations is None else rollouts.conversations.hold_group
+    request = engine.request_group
+    if (conversations := rollouts.conversations) is not None:
+        from mcore_rl.rl.environments.conversations import Conversations
+
+        assert isinstance(conversations, Conversations), "agents are refused with max_staleness"
+        request = conversations.hold_group
     return GroupFlow(
         lambda index, prompt: request(index, prompt, rollouts.sampling, rollouts.seeds(index)),
         rollouts.prompts,
@@ -99,6 +106,29 @@ def make_flow(rollouts: Rollouts, progress: Progress, steps: int) -> "GroupFlow"
         rollouts=range(progress.step // updates, steps // updates),
         cursor=progress.consumed_prompts,
     )
+
+
+def _conversations(
+    rl: RlConfig, engine: Engine, prompts: Prompts, mesh: Mesh, stack: ExitStack
+) -> "Conversations | AgentSessions | None":
+    """Collective over the world: return what holds conversations or runs agents, whose processes end with `stack`; None
+    without either.
+    """
+    if rl.agent.is_on:
+        from mcore_rl.rl.agents.hold import AgentSessions
+
+        serves = runs_rewards(mesh)
+        agents = AgentSessions(rl, engine, prompts.chat, prompts.tokenizer, mesh, prompts.ends, serves=serves)
+        return on_every_rank(lambda: stack.enter_context(agents))
+    if rl.environment.name is None:
+        return None
+    from mcore_rl.rl.environments.conversations import Conversations
+    from mcore_rl.rl.environments.interface import EnvironmentWorkers, environment_maker
+
+    make, workers = on_every_rank(lambda: environment_maker(rl.environment)), None
+    if runs_rewards(mesh):
+        workers = stack.enter_context(EnvironmentWorkers(make, rl.environment))
+    return Conversations(rl, engine, prompts.chat, mesh, workers)
 
 
 @contextmanager
@@ -118,16 +148,9 @@ def open_rollouts(
         reward = None
         if runs_rewards(mesh):
             reward = stack.enter_context(Reward(rl.reward, max_new_tokens=rl.max_completion_tokens))
-        engine, conversations, models = make_engine(config, chunks, mesh, tokenizer.decode), None, None
+        engine, models = make_engine(config, chunks, mesh, tokenizer.decode), None
         stack.callback(engine.close)
-        if rl.environment.name is not None:
-            from mcore_rl.rl.environments.conversations import Conversations
-            from mcore_rl.rl.environments.interface import EnvironmentWorkers, environment_maker
-
-            make, workers = on_every_rank(lambda: environment_maker(rl.environment)), None
-            if runs_rewards(mesh):
-                workers = stack.enter_context(EnvironmentWorkers(make, rl.environment))
-            conversations = Conversations(rl, engine, prompts.chat, mesh, workers)
+        conversations = _conversations(rl, engine, prompts, mesh, stack)
         if rl.reward.model_parts:
             from mcore_rl.rl.rewards.from_model import load_reward_models
 

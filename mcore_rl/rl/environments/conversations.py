@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from torch import Tensor
-
 from mcore_rl.config.rl.rollout import ENVIRONMENT_PART, PromptConfig
 from mcore_rl.config.rl_run import RlConfig
 from mcore_rl.data.chat import Chat
@@ -31,7 +29,8 @@ from mcore_rl.rl.environments.interface import (
 )
 from mcore_rl.rl.rewards.interface import RewardInput
 from mcore_rl.rl.rewards.score import NO_ANSWER, FailedPart, failing_part
-from mcore_rl.rl.types import Completion, Episode, EpisodeEnd, Group, Prompt, Turn, VersionSpan, grown_routes
+from mcore_rl.rl.rollouts.transcript import Transcript, turn_text
+from mcore_rl.rl.types import Completion, Episode, EpisodeEnd, Group, Prompt, Turn
 from mcore_rl.rl.workers import FailedScore
 
 T = TypeVar("T")
@@ -44,59 +43,13 @@ TRUNCATED: tuple[EpisodeEnd, ...] = ("length", "turns", "context")
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
-class _Draft:
-    """A conversation in progress: its tokens, which all ranks of a replica have."""
+class _Draft(Transcript):
+    """A conversation in progress: its tokens after the prompt, which all ranks of a replica have."""
 
     group: int
     index: int
     """Index of the completion in its group."""
     seed: int
-    tokens_T: list[int] = field(default_factory=list)
-    logprobs_T: list[float] = field(default_factory=list)
-    kept_T: list[float] | None = field(default_factory=list)
-    versions: list[VersionSpan] = field(default_factory=list)
-    experts_TLK: Tensor | None = None
-    """Routes of the prompt and turns, as the engine returned them with each turn's logprobs; None: it returned none."""
-    num_prompt_routes: int = 0
-    """Number of route rows of the prompt: its length minus one."""
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    newest: Completion | None = None
-
-    def insert(self, tokens: Sequence[int]) -> None:
-        """Append tokens of the environment."""
-        zeros = [0.0] * len(tokens)
-        self.tokens_T += tokens
-        self.logprobs_T += zeros
-        if self.kept_T is not None:
-            self.kept_T += zeros
-
-    @property
-    def routes(self) -> Tensor | None:
-        """Routes of the whole conversation, with rows of -1 for turns without routes; None if no turn has routes."""
-        if self.experts_TLK is None:
-            return None
-        num_tokens = self.num_prompt_routes + len(self.tokens_T)
-        return grown_routes(self.experts_TLK, self.experts_TLK[:0], num_tokens)
-
-    def add(self, completion: Completion) -> None:
-        """Append a turn of the policy."""
-        start, before = len(self.tokens_T), self.spans[-1][1] if self.spans else None
-        self.tokens_T += completion.tokens_T
-        self.logprobs_T += completion.logprobs_T
-        kept_T = completion.kept_logprobs_T
-        self.kept_T = None if self.kept_T is None or kept_T is None else [*self.kept_T, *kept_T]
-        self.spans.append((start, len(self.tokens_T)))
-        for span in completion.versions:
-            # The environment's tokens before the turn belong to the turn's first span.
-            begin = self.versions[-1].end if self.versions else 0
-            if self.versions and self.versions[-1].version == span.version:
-                begin = self.versions.pop().start
-            self.versions.append(VersionSpan(span.version, begin, start + span.end))
-        if completion.experts_TLK is not None:
-            self.num_prompt_routes = len(completion.experts_TLK) - len(self.tokens_T)
-            num_before = 0 if before is None else self.num_prompt_routes + before
-            self.experts_TLK = grown_routes(self.experts_TLK, completion.experts_TLK, num_before)
-        self.newest = completion
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -288,7 +241,9 @@ class Conversations:
     ) -> dict[int, list[int]]:
         """Let the environments answer the newest turns. Returns the tokens to append to each open conversation."""
         for index in indices:
-            records[index].text = self._text(drafts[index], sampling)
+            newest = drafts[index].newest
+            assert newest is not None
+            records[index].text = turn_text(newest, self._rl.rollout.stop_tokens, self._chat, self._engine.decode)
             if records[index].failure is not None:  # the environment did not start
                 records[index].rewards.append(0.0)
                 records[index].messages.append({"role": "assistant", "content": records[index].text})
@@ -338,19 +293,6 @@ class Conversations:
             record.end = "context"
             return None
         return tokens
-
-    def _text(self, draft: _Draft, sampling: Sampling) -> str:
-        """Return the text of the newest turn.
-
-        A token that ends turns or documents is left out; a stop token of the config belongs to the text, because the
-        policy uses it as a mark.
-        """
-        assert draft.newest is not None
-        tokens_T = draft.newest.tokens_T
-        is_mark = tokens_T[-1] in self._rl.rollout.stop_tokens
-        if is_mark and tokens_T[-1] not in self._chat.turn_end_ids:
-            return self._engine.decode(tokens_T)
-        return draft.newest.text
 
 
 def _generate(generate: Generate, prompts: Sequence[Prompt], sampling: Sampling, drafts: Sequence[_Draft]) -> None:

@@ -443,9 +443,10 @@ def _own_text(
             f"the tokenizer {theirs.path} has {own.vocab_size} tokens, {field} {model.vocab_size}. Name in "
             "rl.reward.model_tokenizer the one that the model was trained with."
         )
-    if rl.environment.name is not None:
+    if rl.environment.name is not None or rl.agent.is_on:
+        source = "rl.agent" if rl.agent.is_on else "rl.environment"
         raise ConfigError(
-            f"{field} has a tokenizer of its own, and conversations with rl.environment are not tokenised again. Name "
+            f"{field} has a tokenizer of its own, and conversations with {source} are not tokenised again. Name "
             "a reward model with the policy's tokenizer."
         )
     template = reward.model_chat_template or (trained.chat_template if trained is not None else None)

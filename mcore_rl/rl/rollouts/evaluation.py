@@ -144,13 +144,16 @@ def _conversation(completion: Completion) -> dict[str, Any]:
     episode = completion.episode
     if episode is None:
         return {}
-    rewards = iter([turn.reward for turn in episode.turns])
+    # The messages are the last segment's, whose turns are the last ones.
+    num_answers = sum(message["role"] == "assistant" for message in episode.messages)
+    rewards = iter([turn.reward for turn in episode.turns[-num_answers:]])
     turns = [
         {**message, "reward": next(rewards, None)} if message["role"] == "assistant" else message
         for message in episode.messages
     ]
     failure = {} if episode.failure is None else {"failure": episode.failure.text}
-    return {"turns": turns, "spans": episode.spans, "end": episode.end, **failure}
+    segments = {"segments": completion.segments} if completion.segments else {}
+    return {"turns": turns, "spans": episode.spans, **segments, "end": episode.end, **failure}
 
 
 def write_samples(folder: Path, step: int, samples: Sequence[Mapping[str, Any]]) -> Path:

@@ -42,6 +42,7 @@ from mcore_rl.rl.rollouts.signal import (
 from mcore_rl.rl.types import Completion, Group, GroupSummary, Prompt, Rollout, SampleShape, StepReward
 
 if TYPE_CHECKING:  # a run imports only what its config names
+    from mcore_rl.rl.agents.hold import AgentSessions
     from mcore_rl.rl.environments.conversations import Conversations
     from mcore_rl.rl.rewards.from_model import RewardModels
     from mcore_rl.rl.rollouts.flow import GroupFlow
@@ -86,8 +87,9 @@ class Rollouts:
     """Reward parts that are models; None if there are none."""
     special_ids: frozenset[int] = frozenset()
     """Special tokens of the tokenizer."""
-    conversations: "Conversations | None" = None
-    """Conversations with an environment, in which the engine generates the policy's turns; None without them."""
+    conversations: "Conversations | AgentSessions | None" = None
+    """Conversations with an environment, or sessions of an agent, in which the engine generates the policy's turns;
+    None without them."""
     baseline: Baseline | None = None
     """Function from the prompts of a batch to rewards with which their completions are compared; None: the completions
     of a prompt are compared with each other."""

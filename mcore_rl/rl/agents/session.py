@@ -1,0 +1,257 @@
+"""A session: the calls of one run of an agent, with their exact tokens, and the sample that they become."""
+
+import hashlib
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mcore_rl.data.chat import Chat, Conversation, TemplateChat
+from mcore_rl.data.packing import padded
+from mcore_rl.errors import DataError
+from mcore_rl.rl.rollouts.transcript import Transcript
+from mcore_rl.rl.types import Completion, Episode, EpisodeEnd, Prompt, Turn, VersionSpan
+from mcore_rl.rl.workers import FailedScore
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Call:
+    """One answer of the policy, with the tokens before it."""
+
+    prompt_T: tuple[int, ...]
+    completion: Completion
+    text: str
+    messages: tuple[Message, ...] = ()
+    """Messages of the request and the answer as the agent saw them; empty for raw completions."""
+    raw: tuple[Message, ...] = ()
+    """The same as the template is given them: turns of the policy are the text that it wrote."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def tokens_T(self) -> tuple[int, ...]:
+        """All tokens up to the end of the answer."""
+        return self.prompt_T + self.completion.tokens_T
+
+
+def identity(message: Message) -> str:
+    """Return what two messages have in common if they are the same to the model: no ids, reasoning or nulls, and no
+    outer white space of the assistant's text, all of which agents rewrite.
+    """
+    content, role = text_of(message.get("content")), message["role"]
+    calls = [[call["function"]["name"], arguments_of(call)] for call in message.get("tool_calls") or ()]
+    return json.dumps([role, content.strip() if role == "assistant" else content, calls], sort_keys=True)
+
+
+def text_of(content: Any) -> str:
+    """Return the text of a message's content, which may be a list of parts. Raises DataError for other parts."""
+    if isinstance(content, list):
+        if other := [part.get("type") for part in content if part.get("type") != "text"]:
+            raise DataError(f"messages: a part of type {other[0]!r}; only texts are read by the policy")
+        return "".join(part["text"] for part in content)
+    if not isinstance(content, str | None):
+        raise DataError(f"messages: the content {content!r:.60} is no text")
+    return content or ""
+
+
+def arguments_of(call: Mapping[str, Any]) -> Any:
+    """Return the arguments of a tool call: OpenAI's are JSON in a string, templates want the object."""
+    arguments = call["function"].get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            return json.loads(arguments)
+        except ValueError:
+            return arguments
+    return arguments
+
+
+def for_template(message: Message) -> dict[str, Any]:
+    """Return a message of a request as chat templates expect it."""
+    role = "system" if message["role"] == "developer" else message["role"]
+    found = {**message, "role": role, "content": text_of(message.get("content"))}
+    if message.get("tool_calls"):
+        found["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": arguments_of(call)}}
+            for call in message["tool_calls"]
+        ]
+    return found
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class Session:
+    """The calls of one run of an agent. The threads that answer its requests share it, under its lock."""
+
+    index: int
+    """Index of the prompt, by which a served engine chooses a server."""
+    prompt: Prompt
+    seed: int
+    key: str
+    max_tokens: int
+    """Maximum number of tokens of the sample."""
+    multiple: int
+    """Number of which the padded length of each segment is a multiple."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    calls: list[Call] = field(default_factory=list)
+    open: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Tokens, and number, of the calls that each request in progress may become."""
+    asked: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    """How often each prompt was asked."""
+    branches: list[str] = field(default_factory=list)
+    """Reasons why requests extended no earlier call."""
+    refused: EpisodeEnd | None = None
+    """Limit that refused the newest request."""
+    answered: "dict[str, Future[tuple[list[Call], Mapping[str, Any]]]]" = field(default_factory=dict)
+    """Answers by the digest of the request, for a client that asks again after a broken connection."""
+    is_closed: bool = False
+    reward: float = 0.0
+    failure: FailedScore | None = None
+
+    def chat_prompt(
+        self,
+        chat: Chat,
+        messages: Sequence[Message],
+        tools: tuple[Mapping[str, Any], ...],
+        document_ends: frozenset[int],
+    ) -> tuple[tuple[int, ...], tuple[Message, ...]]:
+        """Return the tokens before the answer to `messages`, and the messages for the template.
+
+        A request that repeats a recorded call and goes on extends the call's tokens. Otherwise the template renders the
+        messages as the agent sent them, which is what a server in production would read.
+        """
+        keys = [identity(message) for message in messages]
+        raw = tuple(map(for_template, messages))
+        reason = "its messages do not begin with those of an earlier call"
+        for call in sorted(self.calls, key=lambda call: -len(call.messages)):
+            count = len(call.messages)
+            if not 0 < count < len(keys) or call.tools != tools or keys[:count] != [*map(identity, call.messages)]:
+                continue
+            last = call.completion.tokens_T[-1]
+            if last in document_ends and last not in chat.turn_end_ids:
+                reason = "the turn before ended the document"
+                break
+            before, is_closed = Conversation(messages=call.raw[:-1], tools=tools), last in chat.turn_end_ids
+            answer, replies = call.raw[-1], raw[count:]
+            try:
+                rest = chat.reply(before, answer["content"], replies, is_closed=is_closed)
+            except DataError as error:
+                reason = str(error)
+                if not isinstance(chat, TemplateChat):
+                    break
+                try:
+                    answer = for_template(call.messages[-1])
+                    rest = chat.reply_parsed(before, answer, replies, is_closed=is_closed)
+                except DataError:
+                    break
+            return (*call.tokens_T, *rest), (*call.raw[:-1], answer, *replies)
+        if self.calls:
+            self.branches.append(reason)
+        return tuple(chat.prompt(Conversation(messages=raw, tools=tools))), raw
+
+    def text_prompt(
+        self, prompt: str, decode: Callable[[Sequence[int]], str], encode: Callable[[str], Sequence[int]]
+    ) -> tuple[int, ...]:
+        """Return the tokens of a raw prompt, which extends a recorded call if its text begins with that call's."""
+        texts = [(decode(call.tokens_T), call) for call in self.calls]
+        for text, call in sorted(texts, key=lambda pair: -len(pair[0])):
+            if prompt.startswith(text):
+                return (*call.tokens_T, *encode(prompt[len(text) :]))
+        if self.calls:
+            self.branches.append("its prompt does not begin with the text of an earlier call")
+        return tuple(encode(prompt))
+
+    def next_seeds(self, prompt_T: tuple[int, ...], count: int) -> list[int]:
+        """Return seeds that depend on the session and the tokens, and not on which of two requests came first."""
+        first = self.asked[prompt_T]
+        self.asked[prompt_T] += count
+        digests = [
+            hashlib.blake2b(repr((self.seed, prompt_T, n)).encode(), digest_size=8).digest()
+            for n in range(first, first + count)
+        ]
+        return [int.from_bytes(digest, "little") >> 1 for digest in digests]  # a seed is a positive int64
+
+    def room(self, prompt_T: tuple[int, ...], count: int) -> int:
+        """Return how many tokens each of `count` answers to these tokens may have."""
+        leaves = [path[-1].tokens_T for path in self.paths()]
+        others = [leaf for leaf in leaves if prompt_T[: len(leaf)] != leaf]
+        used = sum(padded(len(leaf), self.multiple) for leaf in others) + sum(
+            tokens for tokens, _ in self.open.values()
+        )
+        return (self.max_tokens - used) // count // self.multiple * self.multiple - len(prompt_T)
+
+    def paths(self) -> list[list[Call]]:
+        """Return the branches, each with its calls in order. The newest call ends the last branch. A call of several
+        branches is in each of them.
+        """
+        parents = [_parent(self.calls, n) for n in range(len(self.calls))]
+        found = []
+        for leaf in sorted({*range(len(self.calls))} - {*parents}):
+            path, n = [], leaf
+            while n >= 0:
+                path.insert(0, self.calls[n])
+                n = parents[n]
+            found.append(path)
+        return found
+
+    def completion(self, common: int, end: EpisodeEnd) -> Completion:
+        """Return the session as a completion after its first `common` tokens, with a segment for each branch. A call of
+        several branches is trained on in the last of them, and context in the others.
+
+        With `common` = 0, the completion begins with a new segment.
+        """
+        paths = self.paths()
+        trained = {id(call): n for n, path in enumerate(paths) for call in path}
+        parts, turns, segments, num_before = [], [], [], 0
+        for n, path in enumerate(paths):
+            skip = 0 if n else common
+            part = Transcript()
+            for call in path:
+                part.insert(call.prompt_T[skip + len(part.tokens_T) :])
+                if trained[id(call)] == n:
+                    part.add(call.completion)
+                else:
+                    part.insert(call.completion.tokens_T)
+            if not skip:
+                segments.append(num_before)
+            turns += [Turn(num_before + start, num_before + stop, 0.0) for start, stop in part.spans]
+            parts.append(part)
+            num_before += len(part.tokens_T)
+        turns[-1] = Turn(turns[-1].start, turns[-1].end, self.reward)
+        [version] = {span.version for part in parts for span in part.versions}
+        kept = [part.kept_T for part in parts]
+        routes = [part.routes for part in parts]
+        newest = self.calls[-1]
+        return Completion(
+            text=newest.text,
+            tokens_T=tuple(token for part in parts for token in part.tokens_T),
+            logprobs_T=tuple(logprob for part in parts for logprob in part.logprobs_T),
+            kept_logprobs_T=None if None in kept else tuple(value for part in kept for value in part or ()),
+            versions=(VersionSpan(version, 0, num_before),),
+            finish="stop" if end in ("done", "failed") else "length",
+            experts_TLK=None if any(rows is None for rows in routes) else torch.cat([*filter(_is_given, routes)]),
+            episode=Episode(messages=newest.messages, turns=tuple(turns), end=end, failure=self.failure),
+            segments=tuple(segments),
+        )
+
+
+def _is_given(rows: Any) -> bool:
+    return rows is not None
+
+
+def _parent(calls: Sequence[Call], n: int) -> int:
+    """Return the call with the most tokens that the prompt of call `n` begins with; -1 if there is none."""
+    prompt_T = calls[n].prompt_T
+    before = [m for m in range(n) if prompt_T[: len(calls[m].tokens_T)] == calls[m].tokens_T]
+    return max(before, key=lambda m: len(calls[m].tokens_T), default=-1)
+
+
+def common_length(sessions: Sequence[Session]) -> int:
+    """Return the number of tokens with which the first segments of all sessions begin: the prompt of their group."""
+    prompts = [session.paths()[0][0].prompt_T for session in sessions]
+    shortest = min(map(len, prompts))
+    return next((n for n in range(shortest) if len({prompt[n] for prompt in prompts}) > 1), shortest)

@@ -1,0 +1,335 @@
+"""Sessions of agents: what they become, and what goes wrong in them."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from mcore_rl.data.chat import Chat
+from mcore_rl.data.packing import PackingLimits
+from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.megatron.schedule import run_pass
+from mcore_rl.rl.agents.session import Call, Session, common_length
+from mcore_rl.rl.batch import LogprobHead, evaluating, make_microbatch
+from mcore_rl.rl.engines.base import Capabilities, QuietEngine, Sampling
+from mcore_rl.rl.engines.native.engine import MegatronEngine
+from mcore_rl.rl.environments.conversations import turn_seed
+from mcore_rl.rl.types import Completion, Group, Prompt, SampleShape, TrainedSample, single_version
+from tests.conversing import END, chat_of, config_of, held, problems
+from tests.hf_models import VOCAB, Oracle
+from tests.sessions import REQUESTS, agent_config, run_sessions
+
+SIX = problems(*"123456")
+
+
+def sample_of(prompt: Prompt, one: Completion) -> TrainedSample:
+    return TrainedSample(
+        tokens_T=torch.tensor(prompt.tokens_T + one.tokens_T),
+        rollout_logprobs_C=torch.tensor(one.logprobs_T),
+        shape=SampleShape(
+            replica_rank=0,
+            num_prompt_tokens=len(prompt.tokens_T),
+            num_completion_tokens=len(one.tokens_T),
+            is_trained=True,
+            sampled_spans=one.sampled_spans,
+            segments=one.segments,
+        ),
+    )
+
+
+def segments_of(prompt: Prompt, one: Completion) -> list[tuple[int, ...]]:
+    tokens = prompt.tokens_T + one.tokens_T
+    starts = [0, *(len(prompt.tokens_T) + start for start in one.segments), len(tokens)]
+    return [tokens[a:b] for a, b in pairwise(starts)]
+
+
+def test_a_linear_agent_makes_the_samples_of_the_same_task_as_an_environment(
+    theirs: Oracle, engine: MegatronEngine, folder: Path, one_rank: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the seeds of an environment's turns the tokens, logprobs, routes, turns and rewards are the same."""
+    monkeypatch.setattr(Session, "next_seeds", lambda session, *_: [turn_seed(session.seed, len(session.calls))])
+    config = config_of(theirs.ours, arguments={"turns": 3}, max_tokens=200)
+    wanted = held(config, engine, folder, one_rank, SIX, with_routes=True)
+    found = run_sessions(agent_config(theirs.ours, "echo"), engine, folder, one_rank, SIX, with_routes=True)
+    num_compared = 0
+    for group, other in zip(found, wanted, strict=True):
+        for one, theirs_one in zip(group.completions, other.completions, strict=True):
+            if theirs_one.episode.end != "done":
+                continue  # a turn without an end goes on for an agent, which does not know why it ended
+            assert one.tokens_T == theirs_one.tokens_T
+            assert one.logprobs_T == pytest.approx(theirs_one.logprobs_T, abs=5e-6)
+            assert one.episode.spans == theirs_one.episode.spans
+            assert one.episode.reward == theirs_one.episode.reward == 3.0
+            assert torch.equal(one.experts_TLK, theirs_one.experts_TLK)
+            assert not one.segments
+            num_compared += 1
+    assert num_compared >= 3
+
+
+def test_recorded_logprobs_and_routes_are_those_of_each_segment_alone(
+    theirs: Oracle, chunks: list[nn.Module], engine: MegatronEngine, folder: Path, one_rank: Mesh
+) -> None:
+    """Of agents that compact and edit their history, ask in parallel, and draw several answers."""
+    config = agent_config(theirs.ours, "forking", max_tokens=400)
+    groups = run_sessions(config, engine, folder, one_rank, SIX[:3], with_routes=True)
+    pairs = [(group.prompt, one) for group in groups for one in group.completions]
+    assert all(one.episode.failure is None and one.episode.end == "done" for _, one in pairs), pairs[0][1].episode
+    assert {len(one.episode.turns) for _, one in pairs} == {8}
+    assert min(len(one.segments) for _, one in pairs) >= 5
+    samples = {n: sample_of(*pair) for n, pair in enumerate(pairs)}
+    limits = PackingLimits(max_tokens=8192, multiple=1, sample_multiple=1)
+    batch = make_microbatch(samples, list(samples), limits, one_rank.cp, torch.device("cpu"))
+    head = LogprobHead(one_rank, VOCAB, temperature=1.0, chunk_tokens=64)
+    with torch.no_grad(), evaluating(chunks):
+        (output,) = run_pass(chunks, [batch], head, backward=False)
+    assert (output["logprobs"] - batch.rollout_logprobs_T).abs()[batch.mask_T].max() < 1e-5
+    assert int(batch.mask_T.sum()) == sum(one.num_sampled for _, one in pairs)
+    for prompt, one in pairs:
+        routes, before = one.experts_TLK, 0
+        for tokens_T in segments_of(prompt, one):
+            once = Sampling(max_new_tokens=1, with_routes=True)
+            (again,) = engine.generate([dataclasses.replace(prompt, tokens_T=tokens_T[:-1])], once, [[0]])
+            alone = again.completions[0].experts_TLK
+            assert torch.equal(routes[before : before + len(alone)], alone)
+            before += len(alone)
+        assert before == len(routes)
+
+
+FAULTS = {
+    "silent": ("bad_reply", "failed"),
+    "raise": ("raised", "failed"),
+    "hang": ("timeout", "failed"),
+    "die": ("died", "failed"),
+    "kill": ("died", "failed"),
+    "nan": ("not_finite", "failed"),
+    "none": ("bad_reply", "failed"),
+    "text": ("bad_reply", "failed"),
+    "children": (None, "done"),
+    "context": (None, "context"),
+    "turns": (None, "turns"),
+}
+
+
+def test_an_agent_that_fails_has_no_reward_and_the_others_go_on(
+    theirs: Oracle, engine: MegatronEngine, folder: Path, one_rank: Mesh, tmp_path: Path
+) -> None:
+    arguments = {"folder": str(tmp_path)}
+    limits = {"max_tokens": 400, "max_calls": 12, "timeout_s": 10.0}
+    config = agent_config(theirs.ours, "faulty", arguments=arguments, **limits)
+    groups = run_sessions(config, engine, folder, one_rank, problems(*FAULTS), group_size=1)
+    for (name, (kind, end)), group in zip(FAULTS.items(), groups, strict=True):
+        (one,) = group.completions
+        assert (None if one.episode.failure is None else one.episode.failure.kind) == kind, (name, one.episode.failure)
+        assert one.episode.end == end, name
+        assert one.is_truncated == (end in ("context", "turns")), name
+        assert len(group.prompt.tokens_T) + len(one.tokens_T) <= 40 + 400
+        assert one.episode.reward == (0.0 if kind else 1.0), name
+    assert len(groups[-1].completions[0].episode.turns) == 12
+    (pid_file,) = tmp_path.iterdir()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid_file.read_text()), 0)
+
+
+def test_every_request_that_is_not_sampling_from_the_policy_is_refused_once(
+    theirs: Oracle, engine: MegatronEngine, folder: Path, one_rank: Mesh, tmp_path: Path
+) -> None:
+    config = agent_config(theirs.ours, "probing", arguments={"folder": str(tmp_path)}, max_tokens=1000)
+    (group,) = run_sessions(config, engine, folder, one_rank, SIX[:1], group_size=1)
+    (one,) = group.completions
+    assert one.episode.failure is None, one.episode.failure
+    found = json.loads((tmp_path / "probed").read_text())
+    for name, (_, _, _, status, word) in REQUESTS.items():
+        got, text, _ = found[name]
+        assert got == status, (name, text)
+        if status != 200:
+            error = json.loads(text)["error"]
+            assert word in error["message"] or word in error["code"], (name, text)
+    assert len(one.episode.turns) == sum(status == 200 for *_, status, _ in REQUESTS.values())
+    ids = json.loads(found["ids"][1])
+    (start, end) = one.episode.spans[-1]
+    assert ids["prompt_token_ids"] == [3, 4]
+    assert ids["choices"][0]["token_ids"] == [*one.tokens_T[start:end]]
+    assert ids["choices"][0]["logprobs"]["token_logprobs"] == [*one.logprobs_T[start:end]]
+
+
+def test_a_sampling_of_its_own_is_refused_where_that_is_asked_for(
+    theirs: Oracle, engine: MegatronEngine, folder: Path, one_rank: Mesh, tmp_path: Path
+) -> None:
+    arguments = {"folder": str(tmp_path)}
+    config = agent_config(theirs.ours, "probing", arguments=arguments, max_tokens=1000, sampling="refuse")
+    run_sessions(config, engine, folder, one_rank, SIX[:1], group_size=1)
+    found = json.loads((tmp_path / "probed").read_text())
+    status, text, _ = found["another temperature"]
+    assert status == 400
+    assert "temperature" in text
+
+
+def test_answers_are_recorded_once_and_only_if_they_were_read(
+    theirs: Oracle, engine: MegatronEngine, folder: Path, one_rank: Mesh
+) -> None:
+    config = agent_config(theirs.ours, "repeating", max_tokens=1000)
+    (group,) = run_sessions(config, engine, folder, one_rank, SIX[:1], group_size=1)
+    (one,) = group.completions
+    assert one.episode.failure is None, one.episode.failure
+    # "once", "same" (once, or twice where the repeated one came first), and two of "twice".
+    assert len(one.episode.turns) in (4, 5)
+    said = "".join(chr(token + 31) for token in group.prompt.tokens_T + one.tokens_T)
+    assert "lost" not in said
+
+
+@pytest.mark.parametrize("function", ["streaming", "patient"])
+def test_agents_may_stream_and_be_async(
+    function: str, theirs: Oracle, engine: MegatronEngine, folder: Path, one_rank: Mesh
+) -> None:
+    (group,) = run_sessions(agent_config(theirs.ours, function), engine, folder, one_rank, SIX[:1])
+    assert [one.episode.failure for one in group.completions] == [None, None]
+
+
+TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=3).map(tuple)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.data(), st.integers(1, 8))
+def test_every_call_of_a_random_tree_begins_a_segment_or_goes_on_and_is_trained_on_once(data, num_calls: int) -> None:
+    """Few different tokens, so that prompts often begin with other calls by chance."""
+    session = session_of(10_000)
+    for n in range(num_calls):
+        earlier = data.draw(st.sampled_from([(), *(call.tokens_T for call in session.calls)]))
+        prompt_T = earlier + data.draw(TOKENS)
+        tokens_T = data.draw(TOKENS)
+        # The logprob names the token: call, then place.
+        logprobs = tuple(-float(100 * n + t + 1) for t in range(len(tokens_T)))
+        completion = dataclasses.replace(turn_of(tokens_T), logprobs_T=logprobs)
+        session.calls.append(Call(prompt_T=prompt_T, completion=completion, text=""))
+    common = common_length([session])
+    one = session.completion(common, "done")
+    prompt = Prompt(problem=SIX[0].problem, tokens_T=session.paths()[0][0].prompt_T[:common])
+    segments = segments_of(prompt, one)
+    assert len(segments) == len(one.segments) + 1
+    for call in session.calls:
+        assert any(segment[: len(call.tokens_T)] == call.tokens_T for segment in segments)
+    sampled = [logprob for start, end in one.sampled_spans for logprob in one.logprobs_T[start:end]]
+    trained = [logprob for call in session.calls for logprob in call.completion.logprobs_T]
+    assert sorted(sampled) == sorted(trained), "each once"
+    # Each sampled token stands where its call has it: after its prompt, at the beginning of a segment.
+    starts = [-len(prompt.tokens_T), *one.segments]
+    for start, end in one.sampled_spans:
+        n, t = divmod(-int(one.logprobs_T[start]) - 1, 100)
+        begin = max(first for first in starts if first <= start)
+        call = session.calls[n]
+        assert (start - begin, t) == (len(call.prompt_T), 0)
+        assert one.tokens_T[start:end] == call.completion.tokens_T
+    assert segments[-1][: len(session.calls[-1].tokens_T)] == session.calls[-1].tokens_T, "the newest call is last"
+
+
+def session_of(max_tokens: int, multiple: int = 1) -> Session:
+    return Session(index=0, prompt=SIX[0], seed=1, key="sk", max_tokens=max_tokens, multiple=multiple)
+
+
+def turn_of(tokens_T: tuple[int, ...]) -> Completion:
+    num = len(tokens_T)
+    versions = single_version(3, num)
+    return Completion(text="", tokens_T=tokens_T, logprobs_T=(-1.0,) * num, versions=versions, finish="stop")
+
+
+@pytest.mark.parametrize(("multiple", "wanted"), [(1, 17), (8, 10)])
+def test_the_room_of_a_call_is_what_other_branches_leave(multiple: int, wanted: int) -> None:
+    """Of 30 tokens one branch has 9, and the request extends another, which ends at 4 of its tokens."""
+    session = session_of(32 if multiple == 8 else 30, multiple)
+    for prompt_T, tokens_T in (((1, 2), (3, 4)), ((5, 5, 5, 5), (6, 6, 6, 6, 6))):
+        session.calls.append(Call(prompt_T=prompt_T, completion=turn_of(tokens_T), text=""))
+    # 30 - 9 - 4; with a multiple, 32 less 16 for the branch of 9, and the rest is for a segment of 16.
+    assert session.room((1, 2, 3, 4), 1) == (wanted if multiple == 1 else 12)
+    assert session.room((1, 2, 3, 4, 7, 8), 2) == (4 if multiple == 1 else 2)
+    session.open[0] = (8, 1)
+    assert session.room((1, 2, 3, 4), 1) == (9 if multiple == 1 else 4)
+
+
+class Scripted(QuietEngine):
+    """Answers with the text that a function makes of the prompt's text, whatever the seed; a token a character."""
+
+    capabilities = Capabilities(max_tokens=100_000, routes=False, seeded=True)
+    policy_version = 0
+
+    def __init__(self, script: Callable[[str], str], chat: Chat) -> None:
+        self._script, self._chat, self.prompts = script, chat, []
+
+    def decode(self, tokens_T: Sequence[int], /) -> str:
+        return self._chat.decode([token for token in tokens_T if token != END])
+
+    def update_weights(self, policy_version: int) -> None: ...
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]]) -> list[Group]:
+        groups = []
+        for prompt, seeds in zip(prompts, seeds_PG, strict=True):
+            asked = self._chat.decode(prompt.tokens_T)
+            self.prompts.append(asked)
+            text = self._script(asked)
+            tokens_T = (*(ord(letter) - 31 for letter in text), END)
+            one = dataclasses.replace(turn_of(tokens_T), text=text)
+            groups.append(Group(prompt=prompt, completions=(one,) * len(seeds)))
+        return groups
+
+
+TOOLS = (
+    "{% if tools %}[{% for one in tools %}{{ one.function.name }} {% endfor %}]{% endif %}"
+    "{% for one in messages %}{{ one.role[0] }}:{{ one.content }}"
+    "{% for call in one.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def script(asked: str) -> str:
+    """Adds, multiplies, asks a sub-agent at the seventh turn, and says the result at the twelfth."""
+    if asked.startswith("s:"):
+        return "sub"
+    turn = asked.count("a:")
+    if turn == 12:
+        return "<think>done?</think>end"
+    if turn == 7:
+        return "ask the other"
+    name, values = ("add", {"a": turn, "b": 2}) if turn % 2 else ("mul", {"a": turn, "b": 3})
+    return f'well <tool_call>{{"name": "{name}", "arguments": {json.dumps(values)}}}</tool_call>'
+
+
+def test_twelve_turns_with_two_tools_and_another_agent_are_one_history_and_one_branch(
+    theirs: Oracle, folder: Path, one_rank: Mesh, tmp_path: Path
+) -> None:
+    (tmp_path / "tools.jinja").write_text(TOOLS)
+    config = agent_config(theirs.ours, "tooled", str(tmp_path / "tools.jinja"), max_tokens=5000, max_calls=20)
+    _, chat = chat_of(config, folder)
+    engine = Scripted(script, chat)
+    rl = config.rl.model_copy(update={"rollout": config.rl.rollout.model_copy(update={"max_new_tokens": 90})})
+    config = config.model_copy(update={"rl": rl})
+    (group,) = run_sessions(config, engine, folder, one_rank, SIX[:1], group_size=1)
+    (one,) = group.completions
+    assert one.episode.failure is None, one.episode.failure
+    assert one.episode.reward == sum((n + 2) if n % 2 else 3 * n for n in range(1, 12) if n != 7)
+    assert len(one.episode.turns) == 13
+    first, last = (chat.decode(tokens_T) for tokens_T in segments_of(group.prompt, one))
+    assert (first.startswith("s:") and first.endswith("sub<end>")) or last.startswith("[add mul ]")
+    history = last if last.startswith("[") else first
+    # The history is what the policy wrote, with what the template adds: nothing was written anew.
+    assert history == engine.prompts[-1] + "<think>done?</think>end<end>"
+    assert history.count("well <tool_call>") == 10
+    assert history.count("t:3<end>") == 1, "the tool's result of 1 + 2"
+    roles = [message["role"] for message in one.episode.messages]
+    assert roles == ["user", *["assistant", "tool"] * 6, "assistant", "user", *["assistant", "tool"] * 4, "assistant"]
+
+
+@pytest.mark.full
+def test_sixty_four_sessions_of_twenty_calls_lose_nothing(theirs: Oracle, folder: Path, one_rank: Mesh) -> None:
+    config = agent_config(theirs.ours, "twenty", sessions=64, max_tokens=4000, timeout_s=280.0)
+    _, chat = chat_of(config, folder)
+    groups = run_sessions(config, Scripted(lambda _: "fine", chat), folder, one_rank, problems(*"a" * 64), group_size=1)
+    assert [one.episode.failure for group in groups for one in group.completions] == [None] * 64
+    assert {len(one.episode.turns) for group in groups for one in group.completions} == {20}
+    assert not any(one.segments for group in groups for one in group.completions)
