@@ -59,16 +59,8 @@ class AgentSessions:
         *,
         serves: bool,
     ) -> None:
-        """Create the sessions of an engine with the agent of `rl.agent`.
-
-        Args:
-            rl: the section `rl`.
-            engine: engine that samples the policy's answers.
-            chat: chat template that renders messages.
-            tokenizer: tokenizer of the policy.
-            mesh: the mesh.
-            ends: tokens that end completions.
-            serves: whether this rank, the first of its replica, runs the agents and the endpoint.
+        """Prepare the agent of `rl.agent`, with the tokens `ends` that end completions. `serves`: whether this rank,
+        the first of its replica, runs the agents and the endpoint.
         """
         self._rl, self._engine, self._chat, self._tokenizer, self._mesh = rl, engine, chat, tokenizer, mesh
         self._document_ends = frozenset(ends) - frozenset(rl.rollout.stop_tokens)
@@ -122,18 +114,9 @@ class AgentSessions:
         self._stack.close()
 
     def hold(self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]]) -> list[Group]:
-        """Collective over the world: run a session for each seed of each prompt.
-
-        Args:
-            prompts: this replica's problems; agents make prompts of them.
-            sampling: sampling parameters of each answer.
-            seeds_PG: a seed for each session.
-
-        Returns:
-            A group for each prompt, in order, with a completion for each seed, in order.
-
-        Raises:
-            EngineError: on all ranks, if the engine has failed.
+        """Collective over the world: run a session for each seed of each of this replica's prompts. Returns a group for
+        each prompt, with a completion for each seed, both in order. Raises EngineError on all ranks if the engine has
+        failed.
         """
         self.environment_s, begin_s = 0.0, time.perf_counter()
         asking = self._engine if isinstance(self._engine, AskingEngine) else None

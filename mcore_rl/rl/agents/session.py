@@ -191,11 +191,10 @@ class Session:
         parents = [_parent(self.calls, n) for n in range(len(self.calls))]
         found = []
         for leaf in sorted({*range(len(self.calls))} - {*parents}):
-            path, n = [], leaf
-            while n >= 0:
-                path.insert(0, self.calls[n])
-                n = parents[n]
-            found.append(path)
+            numbers = [leaf]
+            while (parent := parents[numbers[-1]]) >= 0:
+                numbers.append(parent)
+            found.append([self.calls[n] for n in reversed(numbers)])
         return found
 
     def completion(self, common: int, end: EpisodeEnd) -> Completion:
@@ -224,7 +223,7 @@ class Session:
         turns[-1] = Turn(turns[-1].start, turns[-1].end, self.reward)
         [version] = {span.version for part in parts for span in part.versions}
         kept = [part.kept_T for part in parts]
-        routes = [part.routes for part in parts]
+        routes = [rows for part in parts if (rows := part.routes) is not None]
         newest = self.calls[-1]
         return Completion(
             text=newest.text,
@@ -233,14 +232,10 @@ class Session:
             kept_logprobs_T=None if None in kept else tuple(value for part in kept for value in part or ()),
             versions=(VersionSpan(version, 0, num_before),),
             finish="stop" if end in ("done", "failed") else "length",
-            experts_TLK=None if any(rows is None for rows in routes) else torch.cat([*filter(_is_given, routes)]),
+            experts_TLK=torch.cat(routes) if len(routes) == len(parts) else None,
             episode=Episode(messages=newest.messages, turns=tuple(turns), end=end, failure=self.failure),
             segments=tuple(segments),
         )
-
-
-def _is_given(rows: Any) -> bool:
-    return rows is not None
 
 
 def _parent(calls: Sequence[Call], n: int) -> int:
