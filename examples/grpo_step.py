@@ -27,7 +27,7 @@ from mcore_rl.rl.step.advantages import group_advantages
 from mcore_rl.rl.step.learner import PolicyHead
 from mcore_rl.rl.step.losses import loss_weights
 from mcore_rl.rl.step.objective import group_estimate, policy_objective
-from mcore_rl.rl.types import Group, Problem, Prompt, TrainedSample
+from mcore_rl.rl.types import Group, Problem, Prompt, SampleShape, TrainedSample
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import compute_gradients, optimizer_step
@@ -64,9 +64,10 @@ def update(state: TrainState, groups: Sequence[Group], rewards_PG: Tensor) -> No
         for completion in group.completions:
             samples[len(samples)] = TrainedSample(
                 tokens_T=torch.tensor(group.prompt.tokens_T + completion.tokens_T),
-                num_prompt_tokens=2,
                 rollout_logprobs_C=torch.tensor(completion.logprobs_T),
-                is_trained=True,
+                shape=SampleShape(
+                    replica_rank=0, num_prompt_tokens=2, num_completion_tokens=len(completion.tokens_T), is_trained=True
+                ),
             )
     # One packed sequence: each completion after its prompt, and no sample attends to another.
     limits = PackingLimits(max_tokens=2048, multiple=8, sample_multiple=1)

@@ -125,8 +125,11 @@ class AgentSessions:
             self._serve_rounds(sampling)
             self.environment_s += time.perf_counter() - begin_s
         found = on_every_rank(lambda: self._groups(prompts, futures_PG) if self._serves else [])
-        groups = from_first_of_model(found, self._mesh)
-        return groups if asking is None else [asking.of_this_stage(group) for group in groups]
+        if asking is None:
+            return from_first_of_model(found, self._mesh)
+        return from_first_of_model(
+            found, self._mesh, lambda groups, stage: [asking.of_stage(group, stage) for group in groups]
+        )
 
     def _serve_rounds(self, sampling: Sampling) -> None:
         """Collective over the world: answer requests with the engine of the training processes until all agents have
