@@ -494,8 +494,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "one token more than the prompt takes the group's first routes",
         ROLLOUTS,
-        "num_positions = int(is_other_T.int().argmax()) if is_other_T.any() else length",
-        "num_positions = min(length, int(is_other_T.int().argmax()) + 1)",
+        "if num_positions:\n            shared[sample]",
+        "num_positions = min(len(routes.tokens_T), len(first.tokens_T), num_positions + 1)\n"
+        "        if num_positions:\n            shared[sample]",
         scenario="rl_r3",
         in_short=True,
     ),
