@@ -60,7 +60,7 @@ class RouteBatch:
 
 @dataclass(frozen=True, slots=True)
 class CheckedRoutes:
-    """What a look at the routes of some samples gives, on the cache's device except for the sentences."""
+    """Result of the check of some samples' routes; tensors are on the cache's device."""
 
     problems: list[str]
     """A sentence for each sample with routes that cannot be imposed."""
