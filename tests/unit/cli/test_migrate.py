@@ -14,10 +14,11 @@ from mcore_rl.config.describe import describe
 from mcore_rl.config.kinds import KINDS
 from mcore_rl.config.load import UNTRANSLATED, load_config
 from mcore_rl.errors import ConfigError
+from tests.documented import ROOT
 
 MODULES = {"volcengine": "verl.trainer.main_ppo", "THUDM": "train.py"}
 FILES = tomllib.loads((Path(__file__).parent / "migrations.toml").read_text(encoding="utf-8"))["file"]
-TABLES = tomllib.loads(Path("mcore_rl/config/translations.toml").read_text(encoding="utf-8"))
+TABLES = tomllib.loads((ROOT / "mcore_rl/config/translations.toml").read_text(encoding="utf-8"))
 
 
 def written(
@@ -246,3 +247,15 @@ def test_what_is_no_config_is_refused(
     assert said in capsys.readouterr().err
     assert main(["init"]) == 2
     assert "Give FOLDER, a model, or --from FILE" in capsys.readouterr().err
+
+
+def test_the_examples_of_the_page_are_what_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chapters = (ROOT / "docs/coming_from.md").read_text(encoding="utf-8").split("\n## ")[1:]
+    assert len(chapters) == len(TABLES)
+    for chapter in chapters:
+        (form, theirs), (_, ours) = re.findall(r"```(\w+)\n(.*?)```", chapter, re.DOTALL)[:2]
+        path = tmp_path / ("a.sh" if form == "bash" else "a.yaml")
+        path.write_text(theirs)
+        assert main(["init", "--from", str(path)]) == 0
+        lines = {line.partition("  #")[0].rstrip() for line in capsys.readouterr().out.splitlines()}
+        assert {line.partition("  #")[0].rstrip() for line in ours.splitlines()} <= lines

@@ -101,9 +101,10 @@ def test_a_misspelt_key_of_ours_is_no_key_of_another_system():
         ("a.yml", "grpo:\n  num_prompts_per_step: 32\n", "a config of NeMo-RL, in YAML"),
         ("a.json", '{"num_generations": 8, "learning_rate": 1e-6}', "a config of TRL, in JSON"),
         ("a.toml", '{"some": 1}', "JSON"),
+        ("a.sh", "python3 -m verl.trainer.main_ppo data.train_batch_size=8", "a config of verl, in a shell script"),
     ],
 )
-def test_a_config_in_yaml_or_json_is_recognised(tmp_path, name, text, whose):
+def test_a_config_in_yaml_or_json_or_a_script_is_recognised(tmp_path, name, text, whose):
     path = tmp_path / name
     path.write_text(text)
     message = complaint("rl", path=path)
