@@ -192,16 +192,22 @@ def start_server(
         defaults: Environment variables that it gets unless this process has variables of these names.
         log: File to which its output is appended.
     """
-    inherited = {name: value for name, value in os.environ.items() if name not in OF_RANKS | OF_TRAINING}
     with log.open("ab") as file:
         return subprocess.Popen(
             list(command),
-            env={**defaults, **inherited, **settings},
+            env={**defaults, **foreign_environment(), **settings},
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
             process_group=0,
         )
+
+
+def foreign_environment() -> dict[str, str]:
+    """Return the environment for a program that is no rank: this process's, without the variables of ranks and of
+    training.
+    """
+    return {name: value for name, value in os.environ.items() if name not in OF_RANKS | OF_TRAINING}
 
 
 def environment_variable(name: str) -> str | None:

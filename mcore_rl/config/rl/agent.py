@@ -36,10 +36,10 @@ class AgentConfig(Section):
     """Maximum number of tokens of a session after its prompt, over all its segments; a request without room is refused
     with the code context_length_exceeded."""
     branches: Literal["train", "fail"] = "train"
-    """What a request does that extends no earlier one, because the agent has changed its history or starts another
+    """Effect of a request that extends no earlier one, because the agent has changed its history or starts another
     agent; `train`: it begins a segment of the same sample; `fail`: the session has failed."""
     sampling: Literal["override", "refuse"] = "override"
-    """What a temperature, top_p, top_k, min_p or seed in a request does that differs from the run's; `override`: the
+    """Effect of a temperature, top_p, top_k, min_p or seed in a request that differs from the run's; `override`: the
     run's is used; `refuse`: the request is refused."""
     model: Text = "policy"
     """Name of the model that requests must have."""

@@ -41,7 +41,7 @@ class Endpoint(ThreadingHTTPServer):
         super().__init__((host, port), _Handler)
         self.model = model
         self.sessions: dict[str, Answer] = {}
-        """What answers the requests of each session, by its key."""
+        """The function that answers the requests of each session, by the session's key."""
         self.connections: set[socket.socket] = set()
 
     @property

@@ -24,7 +24,7 @@ from mcore_rl.rl.agents.answers import Body, answer_of, choice_of, cut_at_stop, 
 from mcore_rl.rl.agents.endpoint import Endpoint, RefusedError
 from mcore_rl.rl.agents.run import Run, run_agent
 from mcore_rl.rl.agents.session import Call, Session, common_length
-from mcore_rl.rl.engines.base import AskingEngine, Engine, Sampling
+from mcore_rl.rl.engines.base import Engine, Sampling, asking_or_none
 from mcore_rl.rl.rollouts.transcript import turn_text
 from mcore_rl.rl.types import Completion, EpisodeEnd, Group, Prompt
 from mcore_rl.rl.workers import FailedScore, WorkerPool
@@ -119,7 +119,7 @@ class AgentSessions:
         failed.
         """
         self.environment_s, begin_s = 0.0, time.perf_counter()
-        asking = self._engine if isinstance(self._engine, AskingEngine) else None
+        asking = asking_or_none(self._engine)
         futures_PG = self._start(prompts, sampling, seeds_PG) if self._serves else []
         if asking is None:
             self._serve_rounds(sampling)
@@ -269,8 +269,8 @@ class AgentSessions:
 
     def _ask(self, session: Session, prompt: Prompt, sampling: Sampling, seeds: list[int]) -> tuple[Completion, ...]:
         """Return completions of the engine. Raises the engine's error, which ends the run."""
-        if isinstance(self._engine, AskingEngine):
-            return self._engine.request_group(session.index, prompt, sampling, seeds).completions
+        if (asking := asking_or_none(self._engine)) is not None:
+            return asking.request_group(session.index, prompt, sampling, seeds).completions
         request = _Request(prompt, sampling, seeds, session, Future())
         with self._changed:
             if self._error is not None:

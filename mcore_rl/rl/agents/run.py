@@ -4,7 +4,6 @@ import asyncio
 import inspect
 import json
 import math
-import os
 import subprocess
 import tempfile
 import threading
@@ -20,16 +19,17 @@ from mcore_rl.config.extension import load_extension
 from mcore_rl.config.rl.agent import AgentConfig
 from mcore_rl.rl.types import Problem
 from mcore_rl.rl.workers import MAX_TEXT, CaughtException, FailedScore, cut
+from mcore_rl.workers.launcher import foreign_environment
 
-SHOWN_BYTES = 2000
+TAIL_BYTES = 2000
 """Bytes of a program's last output that a failure shows."""
-SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+SECRETS_OF_A_RUN = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 """Parts of names of environment variables that a program does not get from the run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """What an agent gets to know."""
+    """The task of an agent, and the endpoint that answers it."""
 
     problem: Problem
     arguments: Mapping[str, Any]
@@ -75,7 +75,11 @@ def _run_program(command: tuple[str, ...], run: Run) -> Any:
         fields = {**asdict(run.problem), "arguments": dict(run.arguments)}
         problem.write(json.dumps(fields, default=list).encode())
         problem.seek(0)
-        inherited = {name: value for name, value in os.environ.items() if not any(part in name for part in SECRETS)}
+        inherited = {
+            name: value
+            for name, value in foreign_environment().items()
+            if not any(part in name.upper() for part in SECRETS_OF_A_RUN)
+        }
         own = {
             "OPENAI_BASE_URL": run.base_url,
             "OPENAI_API_KEY": run.api_key,
@@ -106,7 +110,7 @@ def _run_program(command: tuple[str, ...], run: Run) -> Any:
 def _keep_tail(stream: IO[bytes], tail: bytearray) -> None:
     while part := stream.read1(1 << 16):  # type: ignore[attr-defined]  # Popen's pipes are buffered readers
         tail += part
-        del tail[:-SHOWN_BYTES]
+        del tail[:-TAIL_BYTES]
 
 
 def _end_started() -> None:

@@ -14,11 +14,10 @@ import torch
 from mcore_rl.data.chat import Chat, Conversation, TemplateChat
 from mcore_rl.data.packing import padded
 from mcore_rl.errors import DataError
+from mcore_rl.rl.environments.interface import Message
 from mcore_rl.rl.rollouts.transcript import Transcript
 from mcore_rl.rl.types import Completion, Episode, EpisodeEnd, Prompt, Turn, VersionSpan
 from mcore_rl.rl.workers import FailedScore
-
-Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

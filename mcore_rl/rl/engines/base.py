@@ -150,6 +150,11 @@ class AskingEngine(Engine, Protocol):
         """
 
 
+def asking_or_none(engine: Engine) -> AskingEngine | None:
+    """Return the engine if it is outside of this process."""
+    return engine if isinstance(engine, AskingEngine) else None
+
+
 def asking(engine: Engine) -> AskingEngine:
     """Return the engine as an `AskingEngine`. Raises ConfigError if it cannot generate while the policy trains."""
     if not isinstance(engine, AskingEngine):

@@ -34,8 +34,8 @@ class Refusal:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
-    """Endpoint of a server."""
+class Route:
+    """An address of a server, with what it takes and refuses."""
 
     source: str
     """File and line that say so."""
@@ -54,12 +54,12 @@ class Call:
     clears: tuple[str, ...] = ()
 
 
-def _get(source: str, **fields: Any) -> Call:
-    return Call(source=source, fields=fields, place="get")
+def _get(source: str, **fields: Any) -> Route:
+    return Route(source=source, fields=fields, place="get")
 
 
-def _post(source: str, fields: Mapping[str, Any], *refusals: Refusal, **more: Any) -> Call:
-    return Call(source=source, fields=fields, refusals=refusals, **more)
+def _post(source: str, fields: Mapping[str, Any], *refusals: Refusal, **more: Any) -> Route:
+    return Route(source=source, fields=fields, refusals=refusals, **more)
 
 
 _query = partial(_post, place="query")
@@ -68,7 +68,7 @@ NO_CACHE = Refusal(KV_CACHE, DIES, "it touches keys and values whose memory was 
 ON_META = Refusal(SESSION, DIES, "it computes with weights on the meta device")
 ADAPTER = {"lora_name": REQUIRED, "lora_path": REQUIRED}
 PAUSES = ("abort", "wait", "keep")
-VLLM: Mapping[str, Call] = {
+VLLM: Mapping[str, Route] = {
     "/version": _get("serve/instrumentator/basic.py"),
     "/health": _get("serve/instrumentator/health.py:218; 200 while paused, asleep, half updated or hung"),
     "/get_world_size": _get("rl/online/api_router.py:269", include_dp=True),
@@ -100,7 +100,7 @@ VLLM: Mapping[str, Call] = {
     "/start_weight_update": _post(
         "v1/worker/gpu_worker.py:1524",
         {},
-        Refusal(SESSION, 500, "a weight update is already active. Call finish_weight_update first"),
+        Refusal(SESSION, 500, "a weight update is already active. Route finish_weight_update first"),
         Refusal(COMPUTING, DIES, "weights go to the meta device while requests are computed"),
         sets=(SESSION,),
     ),
@@ -140,7 +140,7 @@ DISK = {"model_path": REQUIRED, "load_format": "dummy", "is_async": False, "keep
 ASKED = {"input_ids": REQUIRED, "sampling_params": REQUIRED, "rid": None, "extra_key": None, "lora_path": None}
 TENSORS = {"serialized_named_tensors": REQUIRED, "load_format": None, "selector": "all"}
 UPDATE = {"flush_cache": True, "weight_version": None, "abort_all_requests": False, "torch_empty_cache": False}
-SGLANG: Mapping[str, Call] = {
+SGLANG: Mapping[str, Route] = {
     "/health": _get("entrypoints/http_server.py:721; generates a token, for which a paused server has no time"),
     "/server_info": _get("entrypoints/http_server.py:863; asks the scheduler"),
     "/model_info": _get("entrypoints/http_server.py:812; does not ask the scheduler"),
@@ -213,5 +213,5 @@ SGLANG: Mapping[str, Call] = {
     "/load_lora_adapter": _post("managers/tokenizer_control_mixin.py", ADAPTER | {"pinned": False}, answer="success"),
     "/unload_lora_adapter": _post("managers/tokenizer_control_mixin.py", {"lora_name": REQUIRED}, answer="success"),
 }
-PROTOCOLS: Mapping[str, Mapping[str, Call]] = {"vllm": VLLM, "sglang": SGLANG}
+PROTOCOLS: Mapping[str, Mapping[str, Route]] = {"vllm": VLLM, "sglang": SGLANG}
 """Calls of each rl.engine.kind, by path."""
