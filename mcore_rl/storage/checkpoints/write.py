@@ -398,5 +398,6 @@ def _make_room(final: Path, writing: Path) -> None:
         raise CheckpointError(f"{final} exists. Move it away, or save to another folder")
     with checkpoint_errors_explained(writing, "making"):
         shutil.rmtree(writing, ignore_errors=True)
-        writing.parent.mkdir(exist_ok=True)  # no parents: a run's folder that was renamed is not made anew
-        writing.mkdir()
+        # Two folders below the run's, each alone: a run's folder that was renamed is not made anew.
+        for folder in (writing.parent.parent, writing.parent, writing):
+            folder.mkdir(exist_ok=True)
