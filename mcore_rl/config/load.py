@@ -320,7 +320,7 @@ def _not_a_field(cls: type[Section], setting: Setting, chosen: Collection[str]) 
             return f"{named}: here {argument.field} stands for it."
         return f"{named} that is not offered here. {argument.note}"
     misspelt = difflib.get_close_matches(key, fields, n=1, cutoff=MISSPELT)
-    foreign = None if misspelt else other_names.equivalent_named(key, fields)
+    foreign = None if misspelt else other_names.equivalent_named(key, {doc.key for doc in describe(cls)})
     if foreign is not None:
         system, row, ours = foreign
         stands = "stands" if len(ours) == 1 else "stand"

@@ -79,7 +79,7 @@ def test_the_kind_chooses_the_section() -> None:
             r'^shape\.kind = "oval" .*: expected one of "square", "circle", "ball"',
         ),
         (["shape.kind=circle", "shape.radius=x"], r'shape\.radius = "x" .*: expected an integer'),
-        (["shape.raduis=3"], r"Unknown key shape\.raduis .* Did you mean shape\.radius\?"),
+        (["shape.kind=circle", "shape.raduis=3"], r"Unknown key shape\.raduis .* Did you mean shape\.radius\?"),
         (["shape=3"], r"shape is a section; set its fields, as shape\.kind"),
     ],
 )
