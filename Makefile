@@ -7,7 +7,7 @@
 # test       every promise, on representative meshes
 # test-all   every cell of every matrix too
 # test-unit, test-parallel, test-e2e   a folder of them
-# ci-NAME    a job of continuous integration, with its limit of time: lint test docs slurm sandbox site wheel report
+# ci-NAME    a job of continuous integration, with its limit of time: lint test docs slurm sandbox wheel report
 #            core-3.12; .ci/run runs all of them
 # test-core  what enters Megatron, and so depends on its version (tests/core.txt)
 # test-wheel  the built wheel, in an environment without the repository
@@ -21,7 +21,7 @@
 # venv-vllm   .venv-vllm, with vLLM for CPUs (3.4 GB); PYTHON=/path/to/python3.11 names the interpreter
 # test-servers starts real vLLM servers, from .venv-vllm, on CPUs; figures go to bench/results/servers.json
 # test-loggers runs log.sinks with MLflow, SwanLab and Trackio, in an environment of its own, build/loggers.
-# test-report opens the report in a headless Chromium, Debian's, which it installs too.
+# test-report opens the report, and searches the site of docs/, in a headless Chromium, Debian's, which it installs too.
 # test-te     real TransformerEngine without a GPU: models of every family, checkpoints, conversions. It needs CUDA 13's
 #             compiler and Python 3.12, and compiles TransformerEngine once, into .venv-te (6 GB, 10 minutes); not in CI.
 # make gpu         checks and measures one GPU in ten minutes at most (docs/gpu.md); make gpu DEVICE=cpu rehearses it
@@ -92,7 +92,7 @@ test-loggers: $(READY)
 	build/loggers/bin/python -m pip install -q mlflow-skinny swanlab trackio
 	PYTHONPATH=. build/loggers/bin/python -m pytest tests/loggers
 
-test-report: $(READY)
+test-report: docs
 	tests/report/install.sh $(PYTHON_IN_VENV)
 	$(PYTHON_IN_VENV) -m pytest tests/report
 
