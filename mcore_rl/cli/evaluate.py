@@ -62,7 +62,9 @@ def evaluate(config: RlRunConfig) -> None:
     prompts = load_prompts(config)
     config, platform, mesh, chunks, stored = _loaded(config, config.data.tokenizer)
     failures = FailureReport(_complain, folder=None)
-    with open_rollouts(config, prompts, chunks, mesh, platform, failures) as rollouts:
+    # An owner of its own: servers that belong to the run, which may be training, refuse it by the run's name.
+    own = config.model_copy(update={"run_dir": str(Path(config.run_dir) / "evaluation")})
+    with open_rollouts(own, prompts, chunks, mesh, platform, failures) as rollouts:
         rollouts.engine.update_weights(0)
         groups, statistics = evaluate_policy(rollouts, prompts.held_out, config.rl.eval)
         warning = rollouts.truncation_warning(groups, statistics)

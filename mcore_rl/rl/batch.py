@@ -87,11 +87,8 @@ class PolicyMicrobatch(PackedMicrobatch):
     loss_weights_T: Tensor | None = None
 
     def with_advantages(self, advantages: Mapping[int, Tensor], loss_weights_N: Tensor) -> "PolicyMicrobatch":
-        """Return the microbatch with advantages and loss weights at trained positions and zeros elsewhere.
-
-        Args:
-            advantages: advantages `[positions]` of the whole sample, by sample index.
-            loss_weights_N: weight in the loss of the tokens of each sample in the rollout batch.
+        """Return the microbatch with advantages, `[positions]` by sample index, and the samples' loss weights at
+        trained positions; zeros elsewhere.
         """
         if not self.samples:
             zeros_T = torch.zeros_like(self.rollout_logprobs_T)
@@ -104,11 +101,7 @@ class PolicyMicrobatch(PackedMicrobatch):
         )
 
     def with_returns(self, returns: Mapping[int, Tensor]) -> "PolicyMicrobatch":
-        """Return the microbatch with returns at trained positions and zeros elsewhere.
-
-        Args:
-            returns: returns `[positions]` of the whole sample, by sample index.
-        """
+        """Return the microbatch with returns, `[positions]` by sample index, at trained positions; zeros elsewhere."""
         if not self.samples:
             return replace(self, returns_T=torch.zeros_like(self.rollout_logprobs_T))
         return replace(self, returns_T=self._at_trained_positions(returns))

@@ -87,13 +87,8 @@ def train_step(state: TrainState, microbatches: Sequence[Input], head: Head[Inpu
 def compute_gradients(
     state: TrainState, microbatches: Sequence[Input], head: Head[Input], *, routing: Routing = free_routing
 ) -> Gradients:
-    """Collective over the mesh: run a batch forward and backward. Pass the result to `optimizer_step`, or discard it.
-
-    Args:
-        state: The model in training.
-        microbatches: This data-parallel rank's share of the batch, the same number on every rank.
-        head: The objective.
-        routing: Context for each chunk's forward pass, which may impose the experts of a rollout.
+    """Collective over the mesh: run this data-parallel rank's share of a batch forward and backward, which is as many
+    microbatches on every rank. Pass the result to `optimizer_step`, or discard it.
     """
     for chunk in state.chunks:
         chunk.train()

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from tests.forked import run_command
 from tests.tokenizer_files import save_tokenizer
@@ -62,6 +61,9 @@ interval = 4
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Text in which each token has four possible successors: log 4 = 1.386 nats a token at best."""
+    # Here, as this file is the first that the tests' process imports: Megatron is imported after its patches.
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
     folder = tmp_path_factory.mktemp("corpus")
     generator = torch.Generator().manual_seed(0)
     successors = torch.randint(0, VOCAB_SIZE, (VOCAB_SIZE, 4), generator=generator)

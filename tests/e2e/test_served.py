@@ -98,6 +98,10 @@ def test_losses_through_servers_are_those_of_the_native_engine(
         result = json.loads(evaluated.stdout.splitlines()[-1])
         assert result["eval/reward"] == pytest.approx(wanted[4]["eval/reward"], abs=1e-6)
 
+        servers[0].version = f"v4-00000000@{(tmp_path / 'served').resolve()}"  # as of a run that trains
+        refused = run_main("mcore_rl.cli.evaluate", [rl_file, *small, *engine])
+        assert refused.returncode and f"belongs to the run {(tmp_path / 'served').resolve()}" in refused.stderr
+
 
 @pytest.mark.full
 def test_a_server_with_vllms_default_logprobs_ends_a_run_at_another_temperature_before_its_first_rollout(

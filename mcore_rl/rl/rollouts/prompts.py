@@ -127,6 +127,8 @@ def _read_record(record: Record, config: PromptConfig, needs_answer: bool) -> tu
     dialogue = recognise(entry) if config.prompt_field not in entry and not is_named else None
     if dialogue:
         shape = dialogue.shape
+        if config.answer_field in entry and config.answer_field not in shape:
+            shape += f", with answers in {config.answer_field}"
         entry[config.prompt_field] = dialogue.prompt
         entry.setdefault(config.answer_field, dialogue.answer)
     prompt, answer = entry.pop(config.prompt_field, None), entry.pop(config.answer_field, "")

@@ -93,14 +93,8 @@ class PolicyHead(ReadsDeferredLogits):
         router_shift: Callable[[], Tensor] | None = None,
         trace: Callable[[PolicyMicrobatch, Tensor], None] | None = None,
     ) -> None:
-        """Prepare the head.
-
-        Args:
-            logprobs: the head that computes logprobs.
-            mesh: the mesh.
-            objective: the terms of the loss.
-            router_shift: returns the router-shift ratio `[T]` of the next microbatch at each call; None: it is 1.
-            trace: takes each microbatch with its logprobs `[T]`, to show some of them; None: nothing is shown.
+        """Prepare the head. `router_shift` returns the ratio `[T]` of each next microbatch (None: 1); `trace` takes
+        each microbatch with its logprobs `[T]`.
         """
         self._logprobs = logprobs
         self._mesh = mesh
@@ -153,15 +147,7 @@ class Learner:
         logprobs: PolicyLogprobs,
         parts: OptionalParts | None = None,
     ) -> None:
-        """Prepare this rank.
-
-        Args:
-            state: the policy in training.
-            config: the run's config.
-            routes: routing of the policy's passes.
-            logprobs: the pass over the policy's modules.
-            parts: optional parts of the step, in addition to the policy's own passes; None: none.
-        """
+        """Prepare this rank: `routes` is the routing of the policy's passes, and `parts` are the optional parts."""
         self.state = state
         self.config = config
         self.routes = routes

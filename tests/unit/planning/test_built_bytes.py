@@ -63,7 +63,10 @@ def config_of(family, precision, mesh, mtp_layers):
 def recipe(name):
     path = recipe_files(RECIPES)[name]
     program = PROGRAMS[kind_of(path, ())]
-    return program, load_config(program.config, path)
+    config = load_config(program.config, path)
+    if config.platform.precision == "auto":  # ranks decide it by their device, which is a CPU here
+        config = load_config(program.config, path, ("platform.precision=fp32",))
+    return program, config
 
 
 KINDS = {
@@ -175,7 +178,7 @@ def test_a_rank_of_16384_has_the_bytes_of_the_closed_form():
 
 
 def test_models_that_wait_in_main_memory_have_the_bytes_that_megatron_builds():
-    words = ("rl.advantage.critic.store=host", "rl.update.store=host")
+    words = ("rl.advantage.critic.store=host", "rl.update.store=host", "platform.precision=fp32")
     config = load_config(RlRunConfig, recipe_files(RECIPES)["tiny_moe/ppo"], words)
     world = config.mesh.smallest_world
     (stage,) = memory_by_stage(training(config, world))

@@ -40,7 +40,8 @@ def wait_for(is_so: Callable[[], bool]) -> None:
 
 
 def test_the_command_of_vllm_has_what_the_run_needs(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "replay.kind=r3", 'rl.engine.args=["--gpu-memory-utilization", "0.8"]')
+    args = 'rl.engine.args=["--gpu-memory-utilization", "0.8"]'
+    config = config_of(tmp_path, "replay.kind=r3", args, "platform.precision=fp32")
     config = config.model_copy(update={"model": config.model.model_copy(update={"family": "qwen3_moe"})})
     found = server_command(config, tmp_path / "servers", 8001, on_gpu=True)
     assert found.command == (
