@@ -193,6 +193,18 @@ def test_a_bucket_that_failed_leaves_nothing_that_makes_the_next_push_wrong(tmp_
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_server_that_failed_within_the_run_is_freed_of_its_open_update_before_the_next(kind, tmp_path: Path) -> None:
+    with FakeServer(kind=kind) as server:
+        fleet = fleet_of(server, tmp_path)
+        assert fleet.ready() == [server.url]
+        fleet.start_anew({server.url: "its answer did not come"})
+        server.state |= {"paused", "session"}
+        assert fleet.ready() == [server.url] and server.state == set()
+        server.state.add("paused")  # as by a push of this run
+        assert fleet.ready() == [server.url] and server.state == {"paused"}
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_a_server_belongs_to_one_run_until_the_run_releases_it(kind: str, tmp_path: Path) -> None:
     with FakeServer(kind=kind) as server:
         update(server, tmp_path)
