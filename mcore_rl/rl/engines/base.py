@@ -138,16 +138,12 @@ class AskingEngine(Engine, Protocol):
         """Whether this rank, the replica's first, sends the requests of its replica."""
 
     def request_group(self, index: int, prompt: Prompt, sampling: Sampling, seeds_G: Sequence[int]) -> Group:
-        """Return the group of a prompt, with a completion for each seed.
-
-        Not collective, and safe to call from several threads, also while `update_weights` or `generate` runs. Raises
-        EngineError if no server returns a completion.
+        """Return the group of a prompt, with a completion for each seed. Not collective, and safe to call from several
+        threads, also while `update_weights` or `generate` runs. Raises EngineError if no server returns a completion.
         """
 
     def of_stage(self, group: Group, stage: int) -> Group:
-        """Return a group of `request_group`, in which completions have the routes of all layers, with only the routes
-        of a pipeline stage's layers.
-        """
+        """Return a group of `request_group`, which has all layers' routes, with only those of a pipeline stage."""
 
 
 def asking_or_none(engine: Engine) -> AskingEngine | None:
@@ -200,10 +196,8 @@ ENGINES = {
 
 
 def make_engine(config: RlRunConfig, chunks: Sequence[nn.Module], mesh: Mesh, decode: Decode) -> Engine:
-    """Collective over the world: create the engine of `rl.engine.kind`; `decode` converts token ids to text.
-
-    Raises:
-        ConfigError: if a user-defined engine lacks members of `Engine`.
+    """Collective over the world: create the engine of `rl.engine.kind`; `decode` converts token ids to text. Raises
+    ConfigError if a user-defined engine lacks members of `Engine`.
     """
     kind = config.rl.engine.kind
     make: MakeEngine = load_extension("rl.engine.kind", ENGINES.get(kind, kind))

@@ -1,8 +1,6 @@
-"""The probe compares logprobs of fixed sequences to verify that a server has the trainer's weights.
-
-Status codes and version numbers do not prove this: a reload can be silently wrong with HTTP 200. The probe does not
-test a server's prefix cache, because logprobs of a prompt are computed without it. It also misses differences of
-weights, such as one small update, that move logprobs less than rounding does; over further updates these add up.
+"""The probe compares logprobs of fixed sequences to verify that a server has the trainer's weights: a reload can be
+silently wrong with HTTP 200. It does not test a prefix cache, and misses differences of weights, such as one small
+update, that move logprobs less than rounding does; over further updates these add up.
 """
 
 import math
@@ -84,7 +82,7 @@ class ProbeLimit:
     limit: float
 
     def holds(self, difference: ProbeDifference) -> bool:
-        """Whether a difference is within the limits; a NaN is not."""
+        """Return whether a difference is within the limits; a NaN is not."""
         return self.excess(difference) is None
 
     def of(self, difference: ProbeDifference) -> float:
@@ -110,12 +108,7 @@ class ProbeLimit:
 
 
 def probe_limit(rounding_nats: float | None, tolerance: float | None = None) -> ProbeLimit:
-    """Return the limit of the difference between a server and a trainer.
-
-    Args:
-        rounding_nats: Mean difference that rounding causes within the trainer; None: both compute in fp32.
-        tolerance: Replaces the computed limit.
-    """
+    """Return the limit from the mean difference that rounding causes (None: all compute in fp32), or `tolerance`."""
     if rounding_nats is None:
         return ProbeLimit("largest", FP32_LIMIT if tolerance is None else tolerance)
     return ProbeLimit("mean", min(MOST_MEAN, ROUNDING_FACTOR * rounding_nats) if tolerance is None else tolerance)
@@ -124,13 +117,8 @@ def probe_limit(rounding_nats: float | None, tolerance: float | None = None) -> 
 def difference_of(
     ours_NT: Tensor, theirs: Tensor | Sequence[Sequence[float]], experts_NTLK: Tensor | None = None
 ) -> ProbeDifference:
-    """Return the difference between two lists of logprobs `[N, T]` of the same sequences.
-
-    Args:
-        ours_NT: The trainer's logprobs, in nats.
-        theirs: The server's logprobs, in nats.
-        experts_NTLK: Experts that the trainer chose at the position that predicts each token, -1 in layers without
-            experts; None: experts are not compared.
+    """Compare two lists of logprobs `[N, T]`, in nats. `experts_NTLK` are the trainer's choices at the position that
+    predicts each token, -1 in layers without experts; None: experts are not compared.
     """
     apart_NT = (torch.as_tensor(theirs, dtype=torch.float64) - ours_NT).abs()
     largest = math.nan if apart_NT.isnan().any() else float(apart_NT.max())
@@ -204,14 +192,7 @@ class Probe:
     """Probe sequences, and the trainer's logprobs of them."""
 
     def __init__(self, chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, served_dtype: str = "auto") -> None:
-        """Create the probe.
-
-        Args:
-            chunks: This rank's chunks of the policy.
-            mesh: The mesh over which the policy is sharded.
-            model: The model's config.
-            served_dtype: Type of the server's weights, as in `rl.engine.dtype`; `auto`: the trainer's.
-        """
+        """Create the probe. `served_dtype`: type of the server's weights (rl.engine.dtype); `auto`: the trainer's."""
         self._chunks, self._mesh, self._model = list(chunks), mesh, model
         self._device = next(chunks[0].parameters()).device
         self._rounded_to = _lower_precision(chunks, served_dtype)
@@ -222,13 +203,9 @@ class Probe:
         notice wrong weights in only these experts."""
 
     def reference(self, tolerance: float | None = None) -> ProbeReference:
-        """Collective over the world: return the trainer's side of the comparison, under the modules' current weights.
-
-        In fp32 the number of sequences grows, also for later calls, while any expert is reached by no token. In lower
-        precision a second pass, with all activations rounded, measures the effect of rounding.
-
-        Args:
-            tolerance: Replaces the limit and disables the comparison of experts; None: keep both.
+        """Collective over the world: return the trainer's side, under the current weights. `tolerance` replaces the
+        limit and disables the comparison of experts. In fp32, sequences are added, up to MOST and also for later calls,
+        while an expert is not reached.
         """
         while True:
             logprobs_NT, experts_NTLK = self._pass(self.sequences)
@@ -298,7 +275,6 @@ class Probe:
         return logprobs_NT.cpu(), experts_NTLK.cpu()
 
     def _unreached(self, experts_NTLK: Tensor) -> int:
-        """Return the number of experts, over all layers, that fewer than `_fewest_tokens` tokens have chosen."""
         if not self._model.is_moe:
             return 0
         counts_LE = tokens_of_experts(experts_NTLK.flatten(0, 1), self._model.moe.num_experts)
@@ -326,11 +302,9 @@ class _FullLogits:
         self._head = head
 
     def count(self, microbatch: PolicyMicrobatch) -> Tensor:
-        """Return 0: there is no loss."""
         return self._head.count(microbatch)
 
     def __call__(self, microbatch: PolicyMicrobatch, output: Logits) -> HeadOutput:
-        """Return the logprobs of a microbatch."""
         return self._head(microbatch, output)
 
 
@@ -345,13 +319,7 @@ def _lower_precision(chunks: Sequence[nn.Module], served_dtype: str) -> torch.dt
 
 @contextmanager
 def _recorded(chunks: Sequence[nn.Module], tokens: Sequence[LocalTokens], experts_NTLK: Tensor) -> Iterator[Routing]:
-    """Context that yields a routing for `run_pass`, which writes this rank's choices into `experts_NTLK`.
-
-    Args:
-        chunks: This rank's chunks.
-        tokens: Tokens of each microbatch that this rank's routers see.
-        experts_NTLK: Output: the experts, by sequence, position, layer and choice.
-    """
+    """Yield a routing for `run_pass` that writes this rank's choices (`tokens`: by microbatch) to `experts_NTLK`."""
     device, top_k = experts_NTLK.device, experts_NTLK.shape[3]
     current: list[LocalTokens] = []
 
@@ -386,11 +354,7 @@ def _recorded(chunks: Sequence[nn.Module], tokens: Sequence[LocalTokens], expert
 
 @contextmanager
 def _rounding(chunks: Sequence[nn.Module], dtype: torch.dtype) -> Iterator[None]:
-    """Context that computes all activations as another program that rounds to `dtype` would.
-
-    Activations of higher precision are rounded to `dtype`. Activations already in `dtype` are perturbed at random by
-    the difference of two roundings.
-    """
+    """Round all activations to `dtype`; perturb those already in it at random by the difference of two roundings."""
     generator = torch.Generator(next(chunks[0].parameters()).device).manual_seed(0)
 
     def other(value: Any) -> Any:

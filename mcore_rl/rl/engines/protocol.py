@@ -1,7 +1,5 @@
-"""HTTP protocols of vLLM 0.32 and 0.33 and of SGLang 0.5.23 as one table, read from their source.
-
-`ServerApi` sends only what the table has, and reads from it how a call succeeds. The fake servers of the tests are its
-interpreter: they take, refuse and swallow the same calls, in the same states.
+"""HTTP protocols of vLLM 0.32 and 0.33 and of SGLang 0.5.23 as one table, read from their source. `ServerApi` sends
+only what the table has; the tests' fake servers take, refuse and swallow the same calls, in the same states.
 """
 
 from collections.abc import Mapping

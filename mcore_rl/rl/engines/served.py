@@ -78,9 +78,7 @@ class _State:
 
 
 class ServedEngine:
-    """Generates completions on servers. The first rank of each replica of the trained model sends the replica's
-    requests; all ranks take part in `generate` and `update_weights`.
-    """
+    """Generates completions on servers. Only the first rank of each replica of the policy sends requests."""
 
     def __init__(
         self,
@@ -99,24 +97,11 @@ class ServedEngine:
         adapters: LoraConfig | None = None,
         salt: str = "",
     ) -> None:
-        """Collective over the pipeline stages: create the engine. `update_weights` must be called before the first
-        request.
-
-        Args:
-            api_at: Function that returns the API of the server at an address.
-            fleet: The servers, on rank 0 of the world; None on all other ranks.
-            chunks: The policy's modules, from which the servers get their weights.
-            mesh: The mesh.
-            model: The model's config.
-            decode: Function that converts token ids to text.
-            config: The config section of the engine.
-            sampling: The rollouts' sampling, with which each update compares the servers' logprobs.
-            capabilities: Capabilities of the servers.
-            imposes_routes: Whether routes will be replayed (R3), rather than only compared with the trainer's.
-            may_miss_routes: Whether the servers may leave out the routes of some tokens of a completion.
-            adapters: The section `lora`, if the servers load the policy's adapters over their base model; None if they
-                get whole weights.
-            salt: Text that no other start of a run has, the same on all ranks; "": one of this rank's.
+        """Collective over the pipeline stages: create the engine. `fleet` is None on all ranks but 0. Each update
+        compares logprobs with `sampling`. `imposes_routes`: routes are replayed (R3), not only compared with the
+        trainer's; `may_miss_routes`: servers may leave out those of some tokens; `adapters`: the section `lora` if
+        servers load adapters; `salt` is the same on all ranks, and no other start of a run has it ("": one of this
+        rank's).
         """
         self.decode, self.policy_version, self.capabilities = decode, 0, capabilities
         self._make_api, self._fleet, self._chunks, self._sampling = api_at, fleet, list(chunks), sampling
@@ -149,12 +134,8 @@ class ServedEngine:
         return self._mesh.tp.rank == 0 and self._mesh.pp.rank == 0
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]]) -> list[Group]:
-        """Collective over the world: return a group for each prompt of this replica, with a completion for each seed.
-
-        Completions carry the routes of this pipeline stage's layers, which are the layers that this rank trains.
-
-        Raises:
-            EngineError: on all ranks, if a request of any replica cannot be served.
+        """Collective over the world: return the groups of this replica's prompts, with the routes of this stage's
+        layers. Raises EngineError on all ranks if a request of any replica cannot be served.
         """
 
         def ask() -> list[Group]:
@@ -173,12 +154,9 @@ class ServedEngine:
         return from_first_of_model(on_every_rank(checked), self._mesh, of_stage) or []
 
     def request_group(self, index: int, prompt: Prompt, sampling: Sampling, seeds_G: Sequence[int]) -> Group:
-        """Return the group of prompt `index`, on the rank that sends requests; completions have all layers' routes.
-
-        Not collective. Several threads may call it at the same time, also while `update_weights` or `generate` runs.
-
-        Raises:
-            EngineError: if no server returned a completion, or the engine is closed.
+        """Return the group of prompt `index` with all layers' routes, on the rank that sends requests. Not collective;
+        safe in several threads, also during `update_weights` and `generate`. Raises EngineError if no server answers or
+        the engine is closed.
         """
         self._check([prompt], sampling, [seeds_G])
         return _group(prompt, self._submit(prompt, sampling, seeds_G))
@@ -202,12 +180,8 @@ class ServedEngine:
 
     def update_weights(self, policy_version: int) -> None:
         """Collective over the world: send the current weights to all servers, and verify them with the probe.
-
-        Completions in progress continue with the new weights. Servers that fail are left out, and restarted if the run
-        started them; a server that answers again gets the weights with the next update.
-
-        Raises:
-            EngineError: on all ranks, if fewer than rl.engine.min_servers servers have the weights.
+        Completions in progress continue with them. A server that fails is left out until a later update. Raises
+        EngineError on all ranks if fewer than rl.engine.min_servers servers have the weights.
         """
         state, start_s = self._state, time.perf_counter()
         with state.lock:
@@ -320,15 +294,11 @@ class ServedEngine:
             raise EngineError("the engine is closed, so that no completion can be asked for") from None
 
     def _api_at(self, url: str) -> ServerApi:
-        """Return the API of a server, always the same one."""
         with self._state.lock:
             return self._apis.setdefault(url, self._make_api(url))
 
     def _watch_servers(self) -> None:
-        """Cut off requests of servers that are silent, until the engine is closed.
-
-        A server whose engine hangs or has died may keep requests open, and answer for the health of its other process.
-        """
+        """End requests of silent servers: a hung engine keeps them open, and another process may seem healthy."""
         state, silent = self._state, Counter[str]()
         while True:
             with state.lock:
@@ -344,9 +314,7 @@ class ServedEngine:
                     self._api_at(url).cut()
 
     def _server_for(self, prompt: Prompt, num_requests: int) -> str:
-        """Choose the server of a prompt: always the same server for a problem, as it may have the prefix cached, unless
-        that server is much busier than the rest.
-        """
+        """Choose a problem's server, always the same for its prefix cache, unless that is much busier than the rest."""
         state = self._state
         with state.lock:
             if not state.living:
@@ -443,7 +411,6 @@ class ServedEngine:
             return server in state.living
 
     def _completion(self, prompt: Prompt, sampling: Sampling, served: ServedCompletion, server: str) -> Completion:
-        """Convert a server's answer to a completion, cut at the first stop string."""
         num_prompt = len(prompt.tokens_T)
         experts_TLK = None
         if sampling.with_routes:
@@ -486,7 +453,6 @@ class ServedEngine:
         return {url: reason for found in of_ranks for url, reason in found.items()}
 
     def _push_to(self, urls: list[str]) -> WeightPush | AdapterPush:
-        """Return the push to these servers; it is reused, with its probe, while the servers stay the same."""
         if self._push is None or self._push[0] != urls:
             apis = [self._api_at(url) for url in urls]
             self._push = urls, self._new_push(apis)
@@ -502,7 +468,6 @@ class ServedEngine:
 
 
 def _group(prompt: Prompt, futures_G: "Sequence[Future[Completion]]") -> Group:
-    """Wait for a prompt's completions and return them as a group, in order."""
     try:
         return Group(prompt=prompt, completions=tuple(future.result() for future in futures_G))
     except CancelledError:
@@ -515,12 +480,8 @@ def _no_server(lost: Mapping[str, str]) -> str:
 
 
 def served_engine(config: RlRunConfig, chunks: Sequence[nn.Module], mesh: Mesh, decode: Decode) -> Engine:
-    """Return the engine that generates on servers. With rl.engine.count, rank 0 starts the servers.
-
-    `update_weights` must be called before the first request.
-
-    Raises:
-        ConfigError: if servers would share the GPUs of the ranks.
+    """Return the engine that generates on servers. With rl.engine.count, rank 0 starts the servers. Raises ConfigError
+    if they would share the GPUs of the ranks.
     """
     engine, folder, tokenizer = config.served, servers_folder(config.run_dir), config.data.tokenizer
     assert engine is not None

@@ -1,7 +1,4 @@
-"""Requests to inference servers: HTTP, the interface of a server, and checks of its answers and routes.
-
-It contains no policy, such as retries.
-"""
+"""Requests to inference servers: HTTP, the interface of a server, and checks of its answers and routes; no retries."""
 
 import http.client
 import json
@@ -42,13 +39,7 @@ class HttpClient:
     """Client of one server. Every call opens its own connection, so any number of threads may call."""
 
     def __init__(self, url: str, *, api_key: str | None = None, ca_file: str | None = None) -> None:
-        """Create a client of `url`.
-
-        Args:
-            url: Scheme, host and port, such as https://node7:8000, optionally with a path prefix.
-            api_key: Key sent as a bearer token; None: no key is sent.
-            ca_file: File of CA certificates that an https server's certificate is verified with; None: the system's.
-        """
+        """Take a URL, which may have a path prefix, a bearer token, and a file of CA certificates (None: system's)."""
         self.url = url.rstrip("/")
         parts = urlsplit(self.url)
         self._host, self._port, self._prefix = parts.hostname or "", parts.port, parts.path
@@ -67,10 +58,8 @@ class HttpClient:
                     connected.shutdown(socket.SHUT_RDWR)
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float, is_json: bool = True) -> Any:
-        """Send a POST request. Returns the answer's JSON, or its text unless `is_json`; None for an empty JSON answer.
-
-        Raises:
-            ServerError: if there was no complete answer in time, its status is not 200, or it is not valid JSON.
+        """Return the JSON of the answer to a POST request (None if empty), or its text unless `is_json`. Raises
+        ServerError if there is no complete answer in time, its status is not 200, or it is not valid JSON.
         """
         text = self._call("POST", path, body or {}, timeout_s)
         return self._json(path, text) if is_json else text.decode(errors="replace")
@@ -141,8 +130,8 @@ APIS = {"vllm": "mcore_rl.rl.engines.vllm_api:VllmApi", "sglang": "mcore_rl.rl.e
 
 
 class ServerError(EngineError):
-    """Raised if a server refuses a request, fails, gives an invalid answer, or does not answer in time. After a failed
-    weight update, the server's weights are unknown.
+    """Raised if a server refuses a request, fails, gives an invalid answer, or none in time. After a failed weight
+    update, the server's weights are unknown.
     """
 
     def __init__(self, message: str, *, status: int | None = None) -> None:
@@ -178,9 +167,7 @@ class TakenError(ServerError):
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The run that a server belongs to. The server keeps it in the text of its weights' version, v<step>-<token>@<run>,
-    and reports it with every completion.
-    """
+    """The run that a server belongs to, kept in its weights' version, v<step>-<token>@<run>, and in all completions."""
 
     token: str
     """Eight hexadecimal digits, new at each start of a run."""
@@ -242,15 +229,9 @@ class ServerApi(ABC):
         update_timeout_s: float,
         owner: Owner | None = None,
     ) -> None:
-        """Create the API of a server.
-
-        Args:
-            http: HTTP client of the server.
-            vocab_size: Number of ids of the model, including padding of its vocabulary.
-            experts_per_token: Number of experts per token, for servers that send routes without a shape.
-            request_timeout_s: Time limit of a completion, in seconds.
-            update_timeout_s: Time limit of each call of a weight update, in seconds.
-            owner: The run that sends weights to the server; None: weights of any run are read.
+        """Create the API of a server. `vocab_size` includes padding of the vocabulary; `experts_per_token` is for
+        servers that send routes without a shape; `owner` sends weights to the server (None: weights of any run are
+        read).
         """
         self._http, self._vocab_size, self._top_k = http, vocab_size, experts_per_token
         self._request_s, self._update_s, self.owner = request_timeout_s, update_timeout_s, owner
@@ -274,16 +255,9 @@ class ServerApi(ABC):
         request_id: str,
         adapter: str | None = None,
     ) -> ServedCompletion:
-        """Return the completion of a prompt. The server ignores stop strings: the caller cuts the completion at them.
-
-        Args:
-            prompt_T: Ids of the prompt. The caller checks them, because an id beyond the vocabulary crashes some
-                servers.
-            sampling: Sampling parameters; all of them are sent, so that no default of the server applies.
-            seed: Seed of this completion, 63 bits.
-            salt: Requests with different salts share no cached prefix.
-            request_id: Name by which `abort` identifies this request.
-            adapter: Name of the low-rank adapter to sample with; None: the server's own weights.
+        """Return the completion of a prompt, not cut at stop strings, which the server ignores. The caller checks the
+        ids, as one beyond the vocabulary crashes some servers. `seed` has 63 bits; requests with different salts share
+        no cached prefix; `abort` takes the `request_id`; without `adapter`, the server's own weights sample.
         """
         cut, padding = sampling.cut, range(sampling.vocab_size or self._vocab_size, self._vocab_size)
         prompt, seed_name, length, name, salt_name = self.FIELDS
@@ -355,10 +329,7 @@ class ServerApi(ABC):
 
     @abstractmethod
     def undo_update(self) -> None:
-        """End an update that was left open or failed, wake the server, and resume it; does nothing to other servers.
-
-        The weights are then old, new or both: only a whole update makes them right.
-        """
+        """End an open or failed update, wake and resume the server. Its weights may be wrong until a whole update."""
 
     def load_adapter(self, name: str, folder: str) -> None:
         """Load the low-rank adapter in the peft folder `folder`; requests then refer to it by `name`."""
@@ -369,9 +340,7 @@ class ServerApi(ABC):
         self._step("unload_adapter", lora_name=name)
 
     def prompt_logprobs(self, tokens_T: Sequence[int], adapter: str | None = None) -> list[float]:
-        """Return the logprobs of tokens 1, 2, ... under the server's weights, and the adapter if it is given, at
-        temperature 1, without caches.
-        """
+        """Return the logprobs of tokens 1, 2, ... by the server's weights and adapter, at temperature 1, uncached."""
         answer = self._call(self.STEPS["generate"][0], **self._scoring(tokens_T, adapter))
         with self._reading("prompt logprobs"):
             return finite_logprobs(self.url, self._scores(answer, tokens_T[1:]))
@@ -385,8 +354,8 @@ class ServerApi(ABC):
         """Return the logprobs of the prompt's tokens but the first, `tokens_T`, from an answer."""
 
     def is_healthy(self) -> bool:
-        """Whether the thread that computes answers; never raises. The process that takes requests answers for its own
-        health also while that thread hangs, or computes a token, for which a paused server never finds the time.
+        """Return whether the thread that computes answers; never raises. The process that takes requests answers for
+        its own health also while that thread hangs.
         """
         try:
             self._step("health", limit_s=HEALTH_S)
@@ -395,11 +364,7 @@ class ServerApi(ABC):
         return True
 
     def is_ours(self, owner: Owner, *, is_first: bool = False) -> bool:
-        """Whether the server belongs to this start of a run, see `owns`; if not, it may be new or left by another run.
-
-        Raises:
-            TakenError: if it belongs to another run.
-        """
+        """Return whether the server is of this start of a run (`owns`). Raises TakenError if it is another run's."""
         return owns(self.url, str(self._told("weights", "weight_version")), owner, is_first=is_first)
 
     def name_weights(self, text: str) -> None:
@@ -415,10 +380,7 @@ class ServerApi(ABC):
         """Return the number of the server's workers; each worker has a part of the weights."""
 
     def refuse_untried(self) -> None:
-        """Raise EngineError if the server runs an untried version of its software.
-
-        The answers of such a server may have a different meaning, and its weight updates may be silently wrong.
-        """
+        """Raise EngineError for an untried version of the software: its weight updates may be silently wrong."""
         version = self.version()
         first, beyond = self.TRIED
         numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdecimal())
@@ -477,10 +439,8 @@ class ServerApi(ABC):
 
 
 def server_apis(engine: ServedConfig, model: ModelConfig, owner: Owner | None = None) -> Callable[[str], ServerApi]:
-    """Return a function that maps a server's address to its API, for the run `owner` that sends it weights.
-
-    Raises:
-        ConfigError: if the environment variable named by rl.engine.api_key_env is not set.
+    """Return a function that maps a server's address to its API, for the run `owner` that sends it weights. Raises
+    ConfigError if the environment variable named by rl.engine.api_key_env is not set.
     """
     key = environment_variable(engine.api_key_env) if engine.api_key_env else None
     if engine.api_key_env and key is None:
@@ -500,16 +460,8 @@ def server_apis(engine: ServedConfig, model: ModelConfig, owner: Owner | None = 
 
 
 def owns(url: str, text: str, owner: Owner, *, is_first: bool = False) -> bool:
-    """Whether the version's `text` is of this start of the run `owner`; false if it is of no run.
-
-    Args:
-        url: The server's address, for error messages.
-        text: The version of the server's weights.
-        owner: The run.
-        is_first: Whether it may be of a former start of the run, which also returns false.
-
-    Raises:
-        TakenError: if it is of another run, or start, which gives the server weights of its own.
+    """Return whether the version `text` is of this start of the run `owner`; false if it is of no run or, with
+    `is_first`, of a former start. Raises TakenError if it is of another run, or otherwise of another start.
     """
     found = VERSION.fullmatch(text)
     if found is None or found["run"] is None or found["token"] == owner.token:
@@ -557,13 +509,9 @@ def finite_logprobs(url: str, logprobs: Sequence[float]) -> list[float]:
 def version_spans(
     url: str, spans: Sequence[Mapping[str, Any]], owner: Owner | None, *, num_tokens: int
 ) -> tuple[VersionSpan, ...]:
-    """Return the versions of the weights that sampled `num_tokens` tokens, as a server reports them. A text that
-    `Owner.version` did not make, or for another start of the run `owner`, is NO_VERSION. Adjacent spans of the same
-    version are merged.
-
-    Raises:
-        TakenError: if another run gave the server weights.
-        ServerError: if the spans are not those of the tokens, by rising version.
+    """Return the versions of the weights that sampled `num_tokens` tokens; NO_VERSION for a text that `Owner.version`
+    did not make. Adjacent spans of a version are merged. Raises TakenError if another run gave the server weights, and
+    ServerError if the spans are not those of the tokens, by rising version.
     """
     found: list[VersionSpan] = []
     for span in spans:
@@ -591,10 +539,8 @@ LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
 
 
 def logprobs_mode(cut: Cut) -> LogprobsMode | None:
-    """Return the --logprobs-mode that gives logprobs at the sampling temperature before top-k, top-p and min-p.
-
-    `processed_logprobs` are at the temperature and after the cut, `raw_logprobs` at temperature 1 and before the cut.
-    None if neither mode gives them.
+    """Return the --logprobs-mode with logprobs at the sampling temperature before the cut, None if there is none:
+    `processed_logprobs` are at the temperature after the cut, `raw_logprobs` at temperature 1 before it.
     """
     if cut.is_open:
         return "processed_logprobs"
@@ -626,20 +572,10 @@ FEW_TOKENS = 8
 def pick_layers(
     url: str, experts_TLK: NDArray[np.integer] | None, model: ModelConfig, *, num_tokens: int, may_miss: bool = False
 ) -> NDArray[np.integer]:
-    """Return the experts `[num_tokens, MoE layers, K]` of a completion.
-
-    Args:
-        url: The server's address, for error messages.
-        experts_TLK: The server's routes, of all hidden layers (dense layers have zeros) or only of the MoE layers;
-            None if the answer has no routes.
-        model: The model's config.
-        num_tokens: Number of tokens of prompt and completion, without the last token, which enters no layer.
-        may_miss: Whether the server may leave out some tokens (replay.missing). It fills their rows with -1, or with
-            zeros, which are not valid routes if a token has several experts. These rows are -1 in the result.
-
-    Raises:
-        ServerError: if routes are missing or invalid. If the server recorded nothing, routes are zeros; if recording
-            was cut short, rows are missing. Such a completion must be generated again.
+    """Return the experts `[num_tokens, MoE layers, K]` of a completion, from routes of all hidden layers or only of the
+    MoE layers. `num_tokens` excludes the last token, which enters no layer. With `may_miss` (replay.missing), rows that
+    the server filled with -1, or with zeros for several experts, are -1. Raises ServerError if routes are missing or
+    invalid.
     """
     if experts_TLK is None:
         raise ServerError(f"{url}: the completion came without routes. Start the server with {ROUTES_FLAG}")
@@ -667,21 +603,9 @@ def pick_layers(
 def without_recomputed(
     url: str, experts_TLK: NDArray[np.integer], versions: Sequence[VersionSpan], num_prompt: int, *, may_miss: bool
 ) -> NDArray[np.integer]:
-    """Set rows that were recomputed under newer weights to -1, and return the experts.
-
-    A server that gets new weights while a request runs recomputes the request's tokens so far (SGLang's "retract",
-    vLLM's reset of running requests), and overwrites the routes that it returns at the end of the request. The logprobs
-    of these tokens are still from the weights that sampled them, so the routes no longer match.
-
-    Args:
-        url: The server's address, for error messages.
-        experts_TLK: Experts `[T, layers, K]` of prompt and completion, without the last token.
-        versions: Versions of the weights that sampled the completion's tokens.
-        num_prompt: Number of tokens of the prompt.
-        may_miss: Whether tokens may have no routes (replay.missing).
-
-    Raises:
-        ServerError: if there are such rows and `may_miss` is false.
+    """Return the experts `[T, layers, K]`, with -1 for tokens recomputed under newer weights. A server that gets
+    weights while a request runs overwrites the routes of its tokens so far, but their logprobs are still from the
+    weights that sampled them. Raises ServerError if there are such tokens and `may_miss` (replay.missing) is false.
     """
     # The last older token entered the model only under the newer weights, which then sampled the next token.
     num_recomputed = num_prompt + versions[-1].start - 1 if len(versions) > 1 else 0
@@ -699,7 +623,6 @@ def without_recomputed(
 
 
 def _check_routes(url: str, picked_TLK: NDArray[np.integer], model: ModelConfig, moe_layers: Sequence[int]) -> None:
-    """Raise a ServerError if these are not valid routes of the MoE layers."""
     if picked_TLK.size and (picked_TLK.min() < 0 or picked_TLK.max() >= model.moe.num_experts):
         raise ServerError(
             f"{url}: routes name experts {picked_TLK.min()} to {picked_TLK.max()}, and a layer has "

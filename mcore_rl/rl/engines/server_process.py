@@ -79,11 +79,7 @@ def model_folder(model: ModelConfig, dtype: str, folder: Path) -> Path:
 
 
 def worker_folder(folder: Path) -> Path:
-    """Write the folder from which vLLM's workers import `mcore_rl.vllm_worker`.
-
-    It contains only this file: with the folder of the installed package on its path, vLLM would also import the
-    trainer's torch.
-    """
+    """Write a folder of `mcore_rl.vllm_worker` alone: from the package's, vLLM would import the trainer's torch."""
     package = folder / "python" / "mcore_rl"
     package.mkdir(parents=True, exist_ok=True)
     (package / "__init__.py").write_text("", encoding="utf-8")
@@ -95,15 +91,7 @@ def worker_folder(folder: Path) -> Path:
 def server_command(
     config: RlRunConfig, folder: Path, port: int, *, host: str = "127.0.0.1", on_gpu: bool
 ) -> ServerCommand:
-    """Write the files that a server needs into `folder`, and return its command.
-
-    Args:
-        config: The run's config, with servers.
-        folder: Folder of the run's servers.
-        port: Port on which the server listens.
-        host: Address on which the server listens.
-        on_gpu: Whether the server computes on a GPU.
-    """
+    """Write the files that a server needs into `folder`. Returns its command, to listen on `host` and `port`."""
     engine = config.served
     assert engine is not None
     dtype = served_dtype(config.platform.decided(is_cuda=on_gpu).precision, engine)
@@ -212,13 +200,8 @@ class ServerProcess:
         devices: Sequence[int] = (),
         port: int | None = None,
     ) -> None:
-        """Start the server.
-
-        Args:
-            command: Function that returns the command of a server that listens on the given port.
-            log: File to which the server's output is appended.
-            devices: GPUs of the server; empty: all GPUs visible to this process.
-            port: Port of the server; None: a free port, chosen at each start.
+        """Start the server `command(port)`; `log` is appended to. Empty `devices`: all GPUs visible to this process;
+        `port` None: a free port, chosen at each start.
         """
         self.log = log
         self._command, self._devices, self._fixed_port = command, tuple(devices), port
@@ -282,11 +265,7 @@ class ServerProcess:
 
 
 def _visible(devices: Sequence[int]) -> str:
-    """Return CUDA_VISIBLE_DEVICES for GPUs that are counted, from 0, among those that this process sees.
-
-    Raises:
-        ConfigError: if it does not see so many.
-    """
+    """Return CUDA_VISIBLE_DEVICES for GPUs counted from 0 among this process's. Raises ConfigError if it has fewer."""
     own = environment_variable("CUDA_VISIBLE_DEVICES")
     seen = own.split(",") if own else [str(index) for index in range(max(devices) + 1)]
     if max(devices) >= len(seen):
@@ -319,12 +298,7 @@ STATUS_FILE = "status.json"
 
 
 def replacement_request(folder: Path, url: str) -> Path:
-    """Return the file with which a run asks `mcore-rl serve`, on another machine, to restart a server.
-
-    Args:
-        folder: The folder of the run's servers, accessible from both machines.
-        url: The server's address.
-    """
+    """Return the file, in a folder that both machines see, that asks `mcore-rl serve` to restart a server."""
     parts = urlsplit(url)
     return folder / "replace" / f"{parts.hostname}_{parts.port}"
 
@@ -347,12 +321,9 @@ class ServerFleet:
     _is_open: bool = False
 
     def ready(self) -> list[str]:
-        """Return the addresses of the servers that answer and are this run's. The first call waits for all servers,
-        later calls for `min_servers`.
-
-        Raises:
-            EngineError: if too few servers answer in time, a server ended before it ever answered, or a server cannot
-                be used.
+        """Return the addresses of this run's servers that answer. The first call waits for all, later calls for
+        `min_servers`. Raises EngineError if too few answer in time, a server ended before it ever answered, or cannot
+        be used.
         """
         if not self._is_open and self.start is not None:
             self.processes = [self.start(index) for index in range(self.config.count)]
@@ -375,11 +346,7 @@ class ServerFleet:
         return entered
 
     def start_anew(self, lost: dict[str, str]) -> None:
-        """Restart failed servers. For servers of `urls`, leave a request for `mcore-rl serve`, in case it started them.
-
-        Args:
-            lost: Reason of the failure, by address.
-        """
+        """Restart the servers `lost` (reasons by address); for those of `urls`, ask `mcore-rl serve` to do it."""
         self._failed |= lost.keys()
         for url, reason in lost.items():
             process = next((process for process in self.processes if process.url == url), None)
@@ -436,9 +403,7 @@ class ServerFleet:
         )
 
     def _enter(self, url: str) -> bool:
-        """Make a server this run's, without an open update, pause or sleep, which a run that ended or an update that
-        failed may have left. Returns whether it is this run's: a server that another run takes later is left out.
-        """
+        """Make a server this run's, without an open update, pause or sleep. Returns False if it cannot be used."""
         api = self.api_at(url)
         assert api.owner is not None
         try:

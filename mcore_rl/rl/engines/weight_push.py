@@ -1,7 +1,4 @@
-"""Push of the trainer's weights, or of its low-rank adapters, to its servers after an update, verified by the probe.
-
-`ServerApi.load` gets the description of a bucket; the server side of both transports is `mcore_rl/vllm_worker.py`.
-"""
+"""Push of weights or low-rank adapters to servers, verified by the probe; they receive by `mcore_rl/vllm_worker.py`."""
 
 import itertools
 import secrets
@@ -84,12 +81,10 @@ class PushReport:
 
 
 class WeightPush:
-    """Sends the modules' current weights to servers. Created and called on all ranks of the world.
-
-    The calls follow the order of vLLM's RL endpoints, and of the equivalent endpoints of SGLang. A server is paused
-    first, because a server that decodes during an update crashes. Its requests continue afterwards, with keys and
-    values recomputed, so that each span of a completion depends on a single version of the weights. Finally, every
-    server is probed. A server that fails in any phase is left out of the later phases.
+    """Sends the modules' current weights to servers. Created and called on all ranks of the world. A server is paused
+    first, because one that decodes during an update crashes. Its requests then continue with keys and values
+    recomputed, so that each span of a completion depends on one version. A server that fails in a phase is left out of
+    later phases.
     """
 
     def __init__(
@@ -101,16 +96,7 @@ class WeightPush:
         engine: ServedConfig,
         sampling: Sampling,
     ) -> None:
-        """Create the push.
-
-        Args:
-            servers: All servers that get the weights; only rank 0 of the world speaks to them.
-            chunks: This rank's chunks of the policy.
-            mesh: The mesh over which the policy is sharded.
-            model: The model's config.
-            engine: The engine's config.
-            sampling: The rollouts' sampling.
-        """
+        """Take the servers, to which only rank 0 speaks, this rank's chunks, and the sampling of the rollouts."""
         self._servers, self._chunks, self._mesh = list(servers), list(chunks), mesh
         self._model, self._engine = model, engine
         self._sampling = replace(sampling, max_new_tokens=SEQUENCE_TOKENS - PROMPT_TOKENS)
@@ -124,10 +110,7 @@ class WeightPush:
         self._tolerance = None if engine.probe_tolerance == "auto" else engine.probe_tolerance
 
     def push(self, version: int) -> PushReport:
-        """Collective over the world: send all current weights to all servers, and probe the servers.
-
-        A server that fails does not raise; it is listed in the report.
-        """
+        """Collective over the world: send all weights to all servers and probe them; the report lists failed ones."""
         watch = Stopwatch()
         self._weights = self._weights or WeightStream(self._chunks, self._mesh, self._model)
         ours = self._probe.reference(self._tolerance)
@@ -175,8 +158,8 @@ class WeightPush:
         watch: "Stopwatch",
         **fields: Any,
     ) -> PushReport:
-        """Collective over the world: return the report, with the other `fields` of PushReport from rank 0, after a look
-        at the logprobs of what servers sample: training needs those at the sampling temperature, before the cut.
+        """Collective over the world: return the report, with rank 0's `fields`, after a check that the logprobs of what
+        servers sample are those at the sampling temperature, before the cut, as training needs.
         """
         ask, cut = partial(self._complete, adapter=fields.get("adapter")), self._sampling.cut
         served = on_rank_zero(lambda: sender.everywhere("completions", ask) if sender else {})
@@ -223,7 +206,6 @@ class WeightPush:
             return list(pool.map(complete, range(PACKED)))
 
     def _transport(self, sender: "Sender") -> "FileTransport | BroadcastTransport":
-        """Return the transport to the servers that are living now."""
         engine = self._engine
         if not engine.broadcasts:
             return FileTransport(transport_folder(engine))
@@ -235,11 +217,9 @@ class WeightPush:
 
     @staticmethod
     def _load(sender: "Sender", bucket: str, update_of: Callable[[str], Mapping[str, Any]]) -> None:
-        """Let each living server load a bucket; `update_of` returns its description for the server at an address."""
         sender.everywhere(f"update of {bucket}", lambda server: server.load(update_of(server.url)))
 
     def _compare(self, server: ServerApi, ours: ProbeReference, differences: dict[str, ProbeDifference]) -> None:
-        """Probe a server. Raises ServerError if it does not have the trainer's weights."""
         theirs = [server.prompt_logprobs(tokens) for tokens in self._probe.sequences]
         difference = differences[server.url] = ours.difference(theirs)
         if excess := ours.limit.excess(difference):
@@ -274,9 +254,7 @@ class Sender:
         return answers
 
     def undo(self) -> None:
-        """Undo the update of servers that failed, as far as they answer: half-filled modules would make a later update
-        wrong, an open one would refuse it, and paused requests would wait for it.
-        """
+        """Undo failed servers' updates, as far as they answer: half an update would break or refuse the next one."""
         for undone in [self._pool.submit(server.undo_update) for server in self._servers if server.url in self.failed]:
             with suppress(ServerError):
                 undone.result()
@@ -306,7 +284,6 @@ class Stopwatch:
 
 
 def _address_towards(url: str) -> str:
-    """Return the local address that this node uses to reach a server."""
     parts = urlsplit(url)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((parts.hostname or "127.0.0.1", parts.port or 80))  # sends nothing
@@ -318,9 +295,7 @@ SEEN = 0.1
 
 
 class ServedAdapters:
-    """Folder for adapters on their way to servers, and the names of loaded adapters. It exists on rank 0, for the whole
-    run.
-    """
+    """Folder of adapters on their way to servers, and the names of loaded adapters; on rank 0, for the whole run."""
 
     def __init__(self, parent: Path) -> None:
         """Create a folder in `parent`, which must be visible to trainer and servers; it is deleted with this object."""
@@ -333,11 +308,8 @@ class ServedAdapters:
 
 
 class AdapterPush(WeightPush):
-    """Sends the current adapters of the modules to servers, in place of weights.
-
-    A server's prefix cache distinguishes adapters only by name, so each push uses a new name. The former adapter is
-    unloaded after the new adapter has been probed. Base weights are not sent: the servers have loaded the base model,
-    and the first push, while the adapters still add nothing, verifies it.
+    """Sends the modules' current adapters to servers, in place of weights, under a new name each time, because a prefix
+    cache distinguishes adapters only by name. The first push, while they add nothing, verifies the servers' base model.
     """
 
     def __init__(
@@ -346,21 +318,12 @@ class AdapterPush(WeightPush):
         lora: LoraConfig,
         served: ServedAdapters | None,
     ) -> None:
-        """Prepare pushes.
-
-        Args:
-            of_policy: The arguments of `WeightPush`.
-            lora: The section `lora`.
-            served: Folder and names of the adapters, on rank 0; None on all other ranks.
-        """
+        """Take the arguments of `WeightPush`, the section `lora`, and the served adapters (None except on rank 0)."""
         super().__init__(*of_policy)
         self._lora, self._served = lora, served
 
     def push(self, version: int) -> PushReport:
-        """Collective over the world: send the current adapters to all servers, and probe the servers.
-
-        A server that fails does not raise; it is listed in the report.
-        """
+        """Collective over the world: send the adapters to all servers and probe them; the report lists failed ones."""
         watch = Stopwatch()
         ours = self._probe.reference(self._tolerance)
         with adapters_off(self._chunks):
@@ -427,7 +390,6 @@ class AdapterPush(WeightPush):
         *,
         is_seen: bool,
     ) -> None:
-        """Probe a server. Raises ServerError if it does not compute with the base model and the adapters."""
         theirs = [server.prompt_logprobs(tokens, adapter=name) for tokens in self._probe.sequences]
         difference = differences[server.url] = ours.difference(theirs)
         if excess := ours.limit.excess(difference):
@@ -459,11 +421,7 @@ class FileTransport:
     """Writes each bucket to its own folder, which is deleted once the servers have read it."""
 
     def __init__(self, folder: Path) -> None:
-        """Create the transport in `folder`: shared memory of this node, or a disk that all servers' nodes mount there.
-
-        Raises:
-            EngineError: if the folder is not writable.
-        """
+        """Use a folder that the servers see at the same path. Raises EngineError if it is not writable."""
         try:
             self._folder = Path(tempfile.mkdtemp(prefix="mcore_rl_weights_", dir=folder))
         except OSError as error:
@@ -499,21 +457,12 @@ class FileTransport:
 
 
 class BroadcastTransport:
-    """Broadcasts each tensor to all workers of all servers, with NCCL between GPUs and gloo between CPUs.
-
-    Each push creates a new group of the living servers, because all members would hang on a dead member. If a member
-    dies during a push, all its servers have failed, because the weights that they received are unknown.
+    """Broadcasts each tensor to all workers of all servers, with NCCL between GPUs and gloo between CPUs. Each push
+    creates a new group, as a dead member hangs it; if a member dies during a push, all servers of the push have failed.
     """
 
     def __init__(self, host: str, workers: Mapping[str, int], device: torch.device, timeout_s: float) -> None:
-        """Prepare a push.
-
-        Args:
-            host: Address of this node that the servers can reach.
-            workers: Number of workers of each server, by the server's address.
-            device: Device of the weights, which determines the backend.
-            timeout_s: Time limit of a broadcast, in seconds.
-        """
+        """Prepare a push from `host`, as servers reach it, to workers, counted by server; `device` sets the backend."""
         self._device, self._timeout_s = device, timeout_s
         self._backend = "nccl" if device.type == "cuda" else "gloo"
         self._key = secrets.token_hex(8)
