@@ -27,10 +27,8 @@ from mcore_rl.storage.files import checkpoint_errors_explained, write_atomically
 def evaluate_policy(
     rollouts: Rollouts, prompts: Sequence[Prompt], config: EvalConfig
 ) -> tuple[dict[int, Group], list[GroupSummary]]:
-    """Collective over the world: answer the prompts, with seeds that no rollout uses.
-
-    Returns:
-        This replica's groups by prompt index, and the summaries of all groups.
+    """Collective over the world: answer the prompts, with seeds that no rollout uses. Returns this replica's groups by
+    prompt index, and the summaries of all groups.
     """
     sampling = replace(rollouts.sampling, cut=Cut(temperature=config.temperature), with_routes=False)
     seeds_PG = [
@@ -41,10 +39,7 @@ def evaluate_policy(
 
 
 def evaluation_metrics(summaries: Sequence[GroupSummary]) -> Iterator[Metric]:
-    """Yield means over all answers, and pass@k for powers of two up to the number of answers per prompt.
-
-    Accuracy, reward and pass@k leave out answers with a failed score.
-    """
+    """Yield means, and pass@k for powers of two. Accuracy, reward and pass@k leave out answers with a failed score."""
     rewards = [reward for summary in summaries for reward in summary.rewards_G if not math.isnan(reward)]
     scored_PG = [[is_correct for is_correct in summary.correct_G if is_correct is not None] for summary in summaries]
     num_answers = sum(len(summary.lengths_G) for summary in summaries)
@@ -72,17 +67,13 @@ def evaluation_metrics(summaries: Sequence[GroupSummary]) -> Iterator[Metric]:
 
 
 def pass_at_k(num_correct: int, num_samples: int, k: int) -> float:
-    """Return the probability that at least one of k samples, drawn without replacement, is correct
-    (arXiv 2107.03374, equation 1).
-    """
+    """Return the chance that any of k samples, drawn without replacement, is correct (arXiv 2107.03374, equation 1)."""
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
 
 
 def greedy_baseline(rollouts: Rollouts, prompts: Sequence[Prompt]) -> tuple[Tensor, list[Metric]]:
-    """Collective over the world: generate and score a greedy completion of each prompt (arXiv 2310.10505).
-
-    Returns:
-        Their rewards, float64 `[P]`, NaN where a score failed; and their metrics.
+    """Collective over the world: generate and score a greedy completion of each prompt (arXiv 2310.10505). Returns
+    their rewards, float64 `[P]`, NaN where a score failed; and their metrics.
     """
     greedy = replace(rollouts.sampling, cut=Cut(temperature=0.0), with_routes=False)
     # Greedy decoding draws nothing, so the seed does not matter.
@@ -97,10 +88,8 @@ WIDTH = 60
 
 
 def gather_samples(rollout: Rollout, mesh: Mesh) -> list[dict[str, Any]]:
-    """Collective over the data- and context-parallel ranks: gather all samples on the first rank, in order.
-
-    A sample has the token ids of its prompt and of the tokens after it, its reward (None if a score failed), and the
-    reasons that the reward parts gave. All other ranks get an empty list.
+    """Collective over the data- and context-parallel ranks: gather all samples on the first rank, in order; all other
+    ranks get an empty list. A sample's reward is None if a score failed.
     """
     samples_of_groups = {
         index: [
@@ -137,9 +126,7 @@ def gather_samples(rollout: Rollout, mesh: Mesh) -> list[dict[str, Any]]:
 
 def _conversation(completion: Completion) -> dict[str, Any]:
     """Return a conversation's messages, with the reward of each of the policy's turns, the (start, end) of these turns
-    in its ids, and the reason why it ended.
-
-    Empty for a completion without an environment.
+    in its ids, and the reason why it ended. Empty for a completion without an environment.
     """
     episode = completion.episode
     if episode is None:

@@ -1,14 +1,11 @@
-"""Asynchronous rollouts: groups are generated while the policy trains on earlier groups.
-
-The rank of each replica that sends requests to the inference servers (`AskingEngine.asks`) has threads, each of which
-waits for one group at a time. Groups start in the order of their prompts, as far as AReaL's bound (arXiv 2505.24298)
+"""Asynchronous rollouts: groups are generated while the policy trains on earlier groups, by threads of the rank of each
+replica that sends requests. Groups start in the order of their prompts, as far as AReaL's bound (arXiv 2505.24298)
 allows:
 
     started groups < (max_staleness + trained rollout batches + 1) x prompts_per_step
 
 Every token is then sampled by weights at most `max_staleness` rollout batches older than the weights that train on it.
-A rollout batch always consists of the next prompts, in order, no matter which groups finish first. Timing therefore
-affects only which weights sample a token, never the prompts, their order or their seeds.
+A rollout batch always consists of the next prompts, in order, no matter which groups finish first.
 """
 
 import threading
@@ -46,17 +43,8 @@ class GroupFlow:
         rollouts: range,
         cursor: int,
     ) -> None:
-        """Start the threads; `admit` starts the first groups.
-
-        Args:
-            request: function that requests a group.
-            prompts: the prompts, by index.
-            mesh: the mesh; a rollout batch's prompts are distributed over its data- and context-parallel ranks.
-            asks: whether this rank requests its replica's groups.
-            prompts_per_step: number of prompts of a rollout batch, over all replicas.
-            max_staleness: number of rollout batches that generation may be ahead of training.
-            rollouts: the rollout batches left in the run, from the next to the last.
-            cursor: index of the next rollout batch's first prompt.
+        """Start the threads; `admit` starts the first groups. `asks`: whether this rank requests its replica's groups;
+        `prompts_per_step` counts all replicas; `rollouts` are those left; `cursor` is the index of the next prompt.
         """
         self._request, self._prompts, self._mesh, self._asks = request, prompts, mesh, asks
         self._batch, self._max_staleness, self._rollouts, self._cursor = (
@@ -109,15 +97,10 @@ class GroupFlow:
             return self._started
 
     def take(self, cursor: int, of_stage: Callable[[Group, int], Group]) -> tuple[list[Group], float]:
-        """Collective over the world: wait for this replica's groups of the rollout batch that begins with the prompt
-        `cursor`; `of_stage` returns what a pipeline stage needs of a group.
-
-        Returns:
-            The groups in the order of their prompts, on all ranks of the replica, and the seconds since the previous
-            rollout batch was complete.
-
-        Raises:
-            McoreRlError: on all ranks, if any group of any replica has failed, including groups of later batches.
+        """Collective over the world: wait for this replica's groups of the rollout batch that begins with prompt
+        `cursor`. Returns them, reduced by `of_stage`, on all ranks of the replica, and the seconds since the previous
+        batch was complete. Raises McoreRlError on all ranks if any group of any replica has failed, including those of
+        later batches.
         """
         indices = [cursor + p for p in self.own_positions]
         groups = from_first_of_model(

@@ -1,7 +1,4 @@
-"""Prompts: problems of a built-in task or of files, and the order in which a run takes them.
-
-The order depends only on a cursor, so that a resumed run continues with the next prompt.
-"""
+"""Prompts of a built-in task or of files; their order depends only on a cursor, so that a resumed run continues it."""
 
 import json
 import random
@@ -60,15 +57,8 @@ def make_problem(config: PromptConfig, seed: int, index: int) -> Problem:
 
 
 def read_problems(config: PromptConfig, *, needs_answer: bool = False) -> ProblemFile:
-    """Read the lines of `config.files`, in order.
-
-    Args:
-        config: the config section `rl.prompts`.
-        needs_answer: whether a reward part compares with the reference answer (`ANSWER_PARTS`); a line without an
-            answer is then invalid.
-
-    Raises:
-        DataError: if a file has no valid prompt, or more than `config.max_bad` lines are invalid.
+    """Read the lines of `config.files`, in order; with `needs_answer`, lines without a reference answer are invalid.
+    Raises DataError if a file has no valid prompt, or more than `config.max_bad` lines are invalid.
     """
     problems: list[Problem] = []
     num_per_file: list[int] = []
@@ -110,12 +100,7 @@ class ProblemReader(RecordReader[Problem]):
 
 
 def _read_record(record: Record, config: PromptConfig, needs_answer: bool) -> tuple[Problem, str]:
-    """Return the problem of a record and the name of its shape. If the record lacks the default prompt field, its
-    shape is recognized by its keys.
-
-    Raises:
-        DataError: if the record is not a valid prompt; the message has neither file nor line.
-    """
+    """Return a record's problem and its shape's name. Raises DataError, without file and line, if it is invalid."""
     entry = dict(record.fields)
     refuse_labels(entry, "prompt", (config.prompt_field, config.answer_field))
     named = [key for key in (config.prompt_field, config.answer_field) if key in entry]
@@ -149,7 +134,6 @@ def _read_record(record: Record, config: PromptConfig, needs_answer: bool) -> tu
 
 
 def _arithmetic(generator: random.Random, size: int) -> TaskProblem:
-    """Add, subtract or multiply two numbers of `size` digits."""
     left, right = (generator.randrange(10 ** (size - 1), 10**size) for _ in range(2))
     sign = generator.choice("+-*")
     value = {"+": left + right, "-": left - right, "*": left * right}[sign]
@@ -157,19 +141,16 @@ def _arithmetic(generator: random.Random, size: int) -> TaskProblem:
 
 
 def _sorting(generator: random.Random, size: int) -> TaskProblem:
-    """Sort `size` digits in ascending order."""
     digits = [generator.randrange(10) for _ in range(size)]
     return TaskProblem(prompt=f"sort {_spaced(digits)}:", answer=_spaced(sorted(digits)))
 
 
 def _copying(generator: random.Random, size: int) -> TaskProblem:
-    """Copy `size` letters."""
     letters = "".join(generator.choices(string.ascii_lowercase, k=size))
     return TaskProblem(prompt=f"copy {letters}:", answer=letters)
 
 
 def _reversing(generator: random.Random, size: int) -> TaskProblem:
-    """Reverse `size` digits."""
     digits = "".join(generator.choices(string.digits, k=size))
     return TaskProblem(prompt=f"{digits}=", answer=digits[::-1])
 
@@ -236,8 +217,8 @@ class PromptSource(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FilePrompts:
-    """Prompts read from files. Each prompt occurs once per epoch, in an order that depends on the seed and the epoch;
-    with a mixture, prompts are drawn from the files by weight.
+    """Prompts read from files, each once per epoch, in an order that depends on the seed and the epoch; with a mixture,
+    prompts are drawn from the files by weight.
     """
 
     prompts: tuple[Prompt, ...]
@@ -316,20 +297,15 @@ class TaskPrompts:
 
 
 class PromptEncoder:
-    """Encodes problems with the chat template, up to the point where the assistant's answer begins. If a conversation
-    ends in a turn of the assistant, that turn is the beginning of the answer, and the policy continues it.
-    """
+    """Encodes problems with the chat template; the policy continues a last turn of the assistant."""
 
     def __init__(self, chat: Chat, max_tokens: int) -> None:
         self._chat = chat
         self._max_tokens = max_tokens
 
     def __call__(self, problem: Problem) -> Prompt:
-        """Return the prompt of `problem`.
-
-        Raises:
-            DataError: if the chat template cannot render it, or it has no tokens.
-            PromptTooLongError: if it has more than rl.prompts.max_tokens tokens.
+        """Return the prompt of a problem. Raises DataError if it cannot be rendered or has no tokens, and
+        PromptTooLongError if it has more than rl.prompts.max_tokens tokens.
         """
         messages = problem.messages or ({"role": "user", "content": problem.prompt},)
         try:

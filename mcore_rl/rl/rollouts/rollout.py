@@ -80,7 +80,6 @@ class Rollouts:
     mesh: Mesh
     rl: RlConfig
     seed: int
-    """Seed of the run."""
     updates_per_rollout: int
     """Optimizer steps between two rollout batches."""
     models: "RewardModels | None" = None
@@ -88,18 +87,15 @@ class Rollouts:
     special_ids: frozenset[int] = frozenset()
     """Special tokens of the tokenizer."""
     conversations: "Conversations | AgentSessions | None" = None
-    """Conversations with an environment, or sessions of an agent, in which the engine generates the policy's turns;
-    None without them."""
+    """Conversations with an environment, or sessions of an agent; None without them."""
     baseline: Baseline | None = None
-    """Function from the prompts of a batch to rewards with which their completions are compared; None: the completions
-    of a prompt are compared with each other."""
+    """Rewards with which the completions of each prompt are compared; None: they are compared with each other."""
     flow: "GroupFlow | None" = None
     """Groups that are generated while the policy trains; None: generation and training alternate."""
 
     def take(self, cursor: int) -> Rollout:
-        """Generate and score the groups of the next rollout batch, which begins with prompt `cursor`.
-
-        With dynamic sampling (DAPO, arXiv 2503.14476) groups of further prompts replace groups without a signal.
+        """Generate and score the groups of the next rollout batch, which begins with prompt `cursor`. With dynamic
+        sampling (DAPO, arXiv 2503.14476) groups of further prompts replace groups without a signal.
         """
         rollout = self.rl.rollout
         num_groups = rollout.prompts_per_step
@@ -174,12 +170,7 @@ class Rollouts:
         )
 
     def truncation_warning(self, groups: Mapping[int, Group], summaries: Sequence[GroupSummary]) -> str | None:
-        """Return the likely reason why all completions of `summaries` are truncated; None if some are not.
-
-        Args:
-            groups: this replica's groups.
-            summaries: the groups of all replicas.
-        """
+        """Return the likely reason why all completions of all replicas are truncated; None if some are not."""
         if not all(is_truncated for summary in summaries for is_truncated in summary.truncated_G):
             return None
         if self.conversations is not None:
@@ -195,17 +186,9 @@ class Rollouts:
         *,
         is_training: bool = False,
     ) -> tuple[dict[int, Group], list[GroupSummary], list[Metric]]:
-        """Generate a completion for each seed of each prompt, and score the completions.
-
-        Args:
-            prompts: the prompts of all replicas.
-            sampling: sampling parameters.
-            seeds_PG: a seed for each completion.
-            first: index of the first prompt.
-            is_training: whether reward models update their running mean and deviation with these scores.
-
-        Returns:
-            This replica's groups by index; summaries of all groups, in order; metrics of all replicas.
+        """Generate and score a completion for each seed of each prompt of all replicas; `first` is the first prompt's
+        index. With `is_training`, reward models update their running mean and deviation. Returns this replica's groups
+        by index; summaries of all groups, in order; metrics of all replicas.
         """
         own = own_positions(len(prompts), self.mesh)
         start_s = time.perf_counter()
@@ -236,7 +219,6 @@ class Rollouts:
         self.flow.admit(step // self.updates_per_rollout)
 
     def _take_from(self, flow: "GroupFlow", cursor: int) -> tuple[dict[int, Group], list[GroupSummary], list[Metric]]:
-        """Take the rollout batch that begins with prompt `cursor` from `flow`, and score it."""
         start_s = time.perf_counter()
         groups, period_s = flow.take(cursor, asking(self.engine).of_stage)
         taken = self._scored(
@@ -260,16 +242,7 @@ class Rollouts:
         environment_s: float | None,
         is_training: bool,
     ) -> tuple[dict[int, Group], list[GroupSummary], list[Metric]]:
-        """Score this replica's groups. Returns the same as `generate_and_score`.
-
-        Args:
-            by_index: this replica's groups, by index.
-            sampling: sampling parameters of the groups.
-            waited_s: seconds that the policy waited for the groups.
-            generation_s: seconds in which the groups' tokens were generated, for the throughput.
-            environment_s: seconds of `waited_s` that environments took; None if unknown.
-            is_training: whether reward models update their running mean and deviation with these scores.
-        """
+        """Score own groups for `generate_and_score`; `environment_s`, a part of `waited_s`, is None if unknown."""
         groups = list(by_index.values())
         generated_s = time.perf_counter()
         # If scoring fails on one replica, the error is raised on all ranks: they would otherwise wait for its scores.
@@ -358,10 +331,8 @@ class Rollouts:
         ]
 
     def _flow_metrics(self, flow: "GroupFlow", groups: Sequence[Group]) -> list[Metric]:
-        """Collective over the world: return metrics of the started groups and of the staleness of the completions.
-
-        Staleness is the age of the weights that sampled a completion's first token, relative to the engine's current
-        weights, in rollout batches.
+        """Collective over the world: return metrics of started groups and of staleness: the age of the weights that
+        sampled a completion's first token, relative to the engine's current weights, in rollout batches.
         """
         now, updates = self.engine.policy_version, self.updates_per_rollout
         completions = (
@@ -392,9 +363,7 @@ def runs_rewards(mesh: Mesh) -> bool:
 
 
 def sample_seed(seed: int, prompt_index: int, index: int) -> int:
-    """Return the seed of a completion, which depends only on the run's seed, the prompt's index, and the index in the
-    group.
-    """
+    """Return a completion's seed, by the run's seed, the prompt's index, and the completion's index in its group."""
     digest = hashlib.blake2b(f"{seed}/{prompt_index}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1  # a seed is a positive int64
 
@@ -402,14 +371,8 @@ def sample_seed(seed: int, prompt_index: int, index: int) -> int:
 def token_steps(
     completion: Completion, steps: Sequence[TextStep], decode: Callable[[Sequence[int]], str], environment_weight: float
 ) -> list[StepReward]:
-    """Map the steps of a completion's text, which is the last turn's, to their last tokens. In a conversation with an
-    environment each turn is a step too, with its reward multiplied by `environment_weight`.
-
-    Args:
-        completion: the completion.
-        steps: steps of the text, with the sums of their scores; empty if the completion has no reward.
-        decode: function that decodes token ids to text.
-        environment_weight: weight of the part `environment`.
+    """Map the steps of the last turn's text to their last tokens; `steps` have sums of scores. In a conversation with
+    an environment each turn is a step too, with its reward multiplied by `environment_weight`.
     """
     if not completion.num_sampled or not steps:
         return []

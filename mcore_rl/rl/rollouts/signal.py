@@ -23,10 +23,8 @@ FEW, MOST = 0.1, 0.9
 
 
 def constant_groups(rewards_XN: Tensor) -> Tensor:
-    """Return a mask of groups without a learning signal, bool `[X]`: the rewards of the last axis that are not NaN are
-    equal up to rounding, or fewer than two.
-
-    Rounding matters: 0.1 + 0.2 for two parts of a reward is not exactly 0.3.
+    """Return a mask of groups without a signal, bool `[X]`: of the last axis, fewer than two rewards are not NaN, or
+    all are equal up to rounding (0.1 + 0.2 for two parts is not exactly 0.3).
     """
     has_none_XN = rewards_XN.isnan()
     largest_X = rewards_XN.masked_fill(has_none_XN, -torch.inf).amax(dim=-1)
@@ -35,20 +33,13 @@ def constant_groups(rewards_XN: Tensor) -> Tensor:
 
 
 def groups_to_train_on(scores_PG: Tensor, num_groups: int) -> list[int]:
-    """Return the indices of the first `num_groups` groups with unequal scores, or of fewer if there are not enough
-    (dynamic sampling, arXiv 2503.14476; the paper's score is whether the answer is correct).
-    """
+    """Return the first `num_groups` indices of groups with unequal scores, or fewer (DAPO, arXiv 2503.14476)."""
     indices: list[int] = (~constant_groups(scores_PG)).nonzero().flatten().tolist()
     return indices[:num_groups]
 
 
 def signal_of(scores_PN: Tensor, correct: Sequence[bool | None]) -> Signal:
-    """Return the signal of a rollout batch.
-
-    Args:
-        scores_PN: scores of each group, float64; NaN if a score is missing.
-        correct: whether each completion is correct; None if unknown.
-    """
+    """Return the signal of a batch; `scores_PN`, float64, are NaN where missing, `correct` is None where unknown."""
     scores_N = scores_PN[~scores_PN.isnan()]
     return Signal(
         num_scores=len(scores_N),
@@ -62,11 +53,8 @@ def signal_of(scores_PN: Tensor, correct: Sequence[bool | None]) -> Signal:
 
 
 def update_signal(rewards_PG: Tensor, loss_weights_N: Tensor) -> Iterator[Metric]:
-    """Yield the number of groups that an update trains on, and how many of these have no signal.
-
-    Args:
-        rewards_PG: rewards of a rollout batch, float64; NaN if a completion has none.
-        loss_weights_N: loss weights of the batch's samples in this update, float64; 0 if the sample is not part of it.
+    """Yield the number of groups that an update trains on, and of those without a signal. `rewards_PG`, float64, are
+    NaN where missing; `loss_weights_N`, float64, are 0 for samples that are not part of the update.
     """
     is_trained_P = (loss_weights_N.view_as(rewards_PG) > 0).any(dim=1)
     yield Metric("policy/groups", int(is_trained_P.sum()))
@@ -88,17 +76,11 @@ class Onset:
 
 
 class LearningWarnings:
-    """Warnings of a run that learns nothing.
-
-    The state is not saved: a resumed run counts its batches anew, and repeats a warning if its condition still holds.
-    """
+    """Warnings of a run that learns nothing. The state is not saved: a resumed run counts its batches anew."""
 
     def __init__(self, *, compares_groups: bool, num_rollouts: int) -> None:
-        """Create the warnings.
-
-        Args:
-            compares_groups: whether a group with equal scores gives no advantage.
-            num_rollouts: rollout batches of the whole run. Groups are counted over half of a run of less than 20.
+        """Create the warnings of a run of `num_rollouts` rollout batches, at most half of which are counted together.
+        `compares_groups`: whether a group with equal scores gives no advantage.
         """
         self._compares_groups = compares_groups
         self._num_counted = max(1, min(NUM_BATCHES, num_rollouts // 2))
@@ -126,11 +108,8 @@ class LearningWarnings:
         return warnings
 
     def of_update(self, *, has_loss: bool, grad_norm: float) -> list[str]:
-        """Return the warnings that start with an optimizer step.
-
-        Args:
-            has_loss: whether any advantage or any other term of the loss is nonzero.
-            grad_norm: gradient norm; NaN if the step was skipped.
+        """Return the warnings that start with an optimizer step. `has_loss`: whether any advantage or other term of the
+        loss is nonzero; `grad_norm` is NaN if the step was skipped.
         """
         if not self._balance.begins(holds=not has_loss and grad_norm > 0):
             return []
@@ -189,16 +168,8 @@ def episodes_reason(groups: Collection[Group], sampling: Sampling) -> str:
 def truncation_reason(
     groups: Collection[Group], sampling: Sampling, special_ids: frozenset[int], decode: Callable[[Sequence[int]], str]
 ) -> str:
-    """Return a warning with the likely reason and a remedy, for use if all completions are truncated.
-
-    A special token that occurs in at least half of the completions and is not a stop token is probably the end token
-    that the model was trained with.
-
-    Args:
-        groups: truncated completions, at least this replica's.
-        sampling: sampling parameters, with the stop tokens.
-        special_ids: special tokens of the tokenizer.
-        decode: function that decodes token ids to text.
+    """Return a warning with the likely reason and a remedy, for truncated `groups`: a special token that occurs in at
+    least half of the completions, and is no stop token, is probably the end token that the model was trained with.
     """
     completions = [completion for group in groups for completion in group.completions]
     holders = Counter(
@@ -241,10 +212,8 @@ def group_metrics(rewards_PG: Tensor) -> list[Metric]:
 
 
 def cut_metrics(groups: Sequence[Group], cut: Cut) -> Iterator[Metric]:
-    """Yield the KL divergence of the sampling distribution from the trained distribution, if top-k, top-p or min-p cut.
-
-    The sampling distribution is the trained distribution restricted to the kept tokens and divided by their mass m, so
-    the log of the ratio is -log m at every token.
+    """Yield the KL divergence of the sampling from the trained distribution if top-k, top-p or min-p cut: -log m per
+    token, for kept tokens of mass m.
     """
     completions = [completion for group in groups for completion in group.completions]
     if not cut.is_open and all(completion.kept_logprobs_T is not None for completion in completions):

@@ -1,6 +1,4 @@
-"""A sequence in progress that a policy and others write: its exact tokens, of which sampled ones are never made from
-text again. Conversations with environments and sessions of agents consist of them.
-"""
+"""A sequence in progress that a policy and others write: its sampled tokens are never made from text again."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -66,11 +64,7 @@ class Transcript:
 def turn_text(
     completion: Completion, stop_tokens: Collection[int], chat: Chat, decode: Callable[[Sequence[int]], str]
 ) -> str:
-    """Return the text of a turn.
-
-    A token that ends turns or documents is left out; one of `rl.rollout.stop_tokens` belongs to the text, because the
-    policy uses it as a mark.
-    """
+    """Return a turn's text without its end token; one of rl.rollout.stop_tokens stays, as it is the policy's mark."""
     last = completion.tokens_T[-1]
     if last in stop_tokens and last not in chat.turn_end_ids:
         return decode(completion.tokens_T)
