@@ -67,10 +67,8 @@ class Body(BaseModel):
 
 
 def read_body(body: Mapping[str, Any], model: str, cut: Cut, *, refuses: bool) -> Body:
-    """Return the body of a request. `refuses`: refuse a sampling that differs from `cut`, and a seed.
-
-    Raises:
-        RefusedError: naming the field that no request may have, or whose value is wrong.
+    """Return the body of a request. `refuses`: refuse a seed, and a sampling that differs from `cut`. Raises
+    RefusedError with the field that no request may have, or whose value is wrong.
     """
     for name, values in NEUTRAL.items():
         if body.get(name) is not None and body[name] not in values:
@@ -103,7 +101,6 @@ def read_body(body: Mapping[str, Any], model: str, cut: Cut, *, refuses: bool) -
 
 
 def _check_message(message: Mapping[str, Any]) -> None:
-    """Raise RefusedError for a message in another form than the API's."""
     if not isinstance(message.get("role"), str):
         raise RefusedError(f'messages: {message!r:.60} has no "role"')
     content, calls = message.get("content"), message.get("tool_calls")
@@ -153,8 +150,8 @@ def format_of(chat: Chat) -> str | None:
 
 
 def message_of(text: str, tools: Sequence[Mapping[str, Any]], kind: str | None) -> dict[str, Any]:
-    """Return the assistant's message of a text: reasoning, content and calls of `tools` in the format `kind`. What
-    cannot be read stays content, to which the agent answers as to a bad call.
+    """Return a text's message: reasoning, content, calls of `tools` in the format `kind`. Unreadable calls stay
+    content.
     """
     message: dict[str, Any] = {"role": "assistant"}
     if found := THINKING.match(text):

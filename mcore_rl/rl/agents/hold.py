@@ -59,8 +59,8 @@ class AgentSessions:
         *,
         serves: bool,
     ) -> None:
-        """Prepare the agent of `rl.agent`, with the tokens `ends` that end completions. `serves`: whether this rank,
-        the first of its replica, runs the agents and the endpoint.
+        """Prepare the agent of `rl.agent`; the tokens `ends` end completions. `serves`: whether this rank, the first of
+        its replica, runs the agents and the endpoint.
         """
         self._rl, self._engine, self._chat, self._tokenizer, self._mesh = rl, engine, chat, tokenizer, mesh
         self._document_ends = frozenset(ends) - frozenset(rl.rollout.stop_tokens)
@@ -115,8 +115,7 @@ class AgentSessions:
 
     def hold(self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]]) -> list[Group]:
         """Collective over the world: run a session for each seed of each of this replica's prompts. Returns a group for
-        each prompt, with a completion for each seed, both in order. Raises EngineError on all ranks if the engine has
-        failed.
+        each prompt, in order. Raises EngineError on all ranks if the engine has failed.
         """
         self.environment_s, begin_s = 0.0, time.perf_counter()
         asking = asking_or_none(self._engine)
@@ -205,7 +204,6 @@ class AgentSessions:
         return futures_PG
 
     def _work(self) -> None:
-        """Run agents on a thread of its own, one after the other."""
         while (job := self._jobs.get()) is not None:
             session, sampling, future = job
             try:
@@ -328,7 +326,6 @@ class AgentSessions:
     def _made(
         self, session: Session, sampling: Sampling, kind: str, fields: Mapping[str, Any], number: int
     ) -> tuple[list[Call], Mapping[str, Any]]:
-        """Return the calls of a request and the answer to it."""
         agent, chat = self._rl.agent, self._chat
         body = read_body(fields, agent.model, sampling.cut, refuses=agent.sampling == "refuse")
         tools, count = tuple(body.tools or ()), body.n or 1

@@ -42,9 +42,7 @@ class Run:
 
 
 def run_agent(agent: AgentConfig, close_inherited: Callable[[], None], run: Run) -> float | FailedScore | None:
-    """Run the agent in this worker process, and end everything that it has started. Returns its reward, or None where
-    it gives none.
-    """
+    """Run the agent in this worker process, and end all that it started. Returns its reward, None if it gives none."""
     close_inherited()
     with CaughtException() as guard:
         found: Any

@@ -118,10 +118,8 @@ class Session:
         tools: tuple[Mapping[str, Any], ...],
         document_ends: frozenset[int],
     ) -> tuple[tuple[int, ...], tuple[Message, ...]]:
-        """Return the tokens before the answer to `messages`, and the messages for the template.
-
-        A request that repeats a recorded call and goes on extends the call's tokens. Otherwise the template renders the
-        messages as the agent sent them, which is what a server in production would read.
+        """Return the tokens before the answer, and messages for the template. A request that continues a recorded call
+        extends its tokens; otherwise the template renders the messages as sent, as a server in production would.
         """
         keys = [identity(message) for message in messages]
         raw = tuple(map(for_template, messages))
@@ -184,9 +182,7 @@ class Session:
         return (self.max_tokens - used) // count // self.multiple * self.multiple - len(prompt_T)
 
     def paths(self) -> list[list[Call]]:
-        """Return the branches, each with its calls in order. The newest call ends the last branch. A call of several
-        branches is in each of them.
-        """
+        """Return the calls of each branch, in order; the newest call ends the last branch. Branches may share calls."""
         parents = [_parent(self.calls, n) for n in range(len(self.calls))]
         found = []
         for leaf in sorted({*range(len(self.calls))} - {*parents}):
@@ -197,10 +193,9 @@ class Session:
         return found
 
     def completion(self, common: int, end: EpisodeEnd) -> Completion:
-        """Return the session as a completion after its first `common` tokens, with a segment for each branch. A call of
-        several branches is trained on in the last of them, and context in the others.
-
-        With `common` = 0, the completion begins with a new segment.
+        """Return the session as a completion after its first `common` tokens, with a segment for each branch; with
+        `common` = 0 it begins with a new segment. A call of several branches is trained on in the last of them, and
+        context in the others.
         """
         paths = self.paths()
         trained = {id(call): n for n, path in enumerate(paths) for call in path}
