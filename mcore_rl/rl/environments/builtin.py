@@ -17,20 +17,13 @@ from mcore_rl.rl.workers import cut
 
 
 class Tool:
-    """An environment around a text function. A turn without a call is the answer and ends the conversation.
-
-    The environment's own reward is 0: the answer is scored by the other parts of rl.reward.
+    """An environment around a text function. A turn without a call is the answer and ends the conversation. The
+    environment's own reward is 0: the answer is scored by the other parts of rl.reward.
     """
 
     def __init__(self, run: Callable[[str], str], *, begin: str, end: str, help: str, role: str) -> None:
-        """Create the tool.
-
-        Args:
-            run: function that returns the result of a call, or a line that describes the error.
-            begin: mark before a call.
-            end: mark after a call; empty: the call extends to the end of the turn.
-            help: text of a system message before the prompt; empty: no system message.
-            role: role of the messages with results.
+        """Take a function from a call to its result or error, the marks around a call (empty `end`: the end of the
+        turn), a system message (may be empty), and the role of results.
         """
         self._run, self._begin, self._end, self._help, self._role = run, begin, end, help, role
 
@@ -61,7 +54,6 @@ class Calculator(Tool):
         ),
         role: str = "tool",
     ) -> None:
-        """Create the tool; see `Tool` for the arguments."""
         super().__init__(computed, begin=begin, end=end, help=help, role=role)
 
 
@@ -105,19 +97,9 @@ class PythonTool(Tool):
         memory_mib: int = 512,
         max_characters: int = 2000,
     ) -> None:
-        """Create the tool and try its sandbox.
-
-        Args:
-            begin: mark before a program.
-            end: mark after a program.
-            help: system message; empty: no system message.
-            role: role of the messages with results.
-            seconds: time limit of a program in seconds; keep it below rl.environment.timeout_s.
-            memory_mib: limit on a program's address space, and on the size of the files that it writes, in MiB.
-            max_characters: maximum length of a result; a longer result is cut in the middle.
-
-        Raises:
-            ConfigError: if this machine has no working sandbox.
+        """Create the tool and try its sandbox. A program has `seconds` (keep it below rl.environment.timeout_s), and
+        `memory_mib` MiB of address space and of file sizes; a result over `max_characters` is cut in the middle. Raises
+        ConfigError if this machine has no working sandbox.
         """
         limits = SandboxLimits(time_s=float(seconds), memory_mib=memory_mib)
         run = partial(run_program, limits=limits, max_characters=max_characters)
@@ -143,20 +125,12 @@ def run_program(program: str, *, limits: SandboxLimits, max_characters: int) -> 
 
 
 class Guessing:
-    """Guess a number below 10 ** size, drawn with the problem's seed. The reward is 1 for the right guess.
-
-    Use it with rl.prompts.task="seeds", which draws sizes from rl.prompts.smallest to largest.
-    """
+    """Guess a number below 10 ** size, drawn with the seed (rl.prompts.task="seeds"). The right guess has reward 1."""
 
     def __init__(
         self, guesses: int = 8, prompt: str = "I have a number from 0 to {largest}. Guess it: write a number alone."
     ) -> None:
-        """Create the game.
-
-        Args:
-            guesses: number of guesses, after which the game is lost.
-            prompt: text of the prompt; {largest} is replaced by the largest possible number.
-        """
+        """Take the number of guesses, and the prompt, in which {largest} becomes the largest possible number."""
         self._left = guesses
         self._prompt = prompt
         self._secret = -1
@@ -181,19 +155,12 @@ ANSWER_HELP = "Give your final answer between <answer> and </answer>."
 
 
 class ReasoningGym:
-    """A problem generated from the prompt's seed by a dataset. The reward is the verifier's score, from 0 to 1.
-
-    Use it with rl.prompts.task="seeds". The answer is the text between <answer> and </answer>.
+    """A dataset's problem for the prompt's seed (rl.prompts.task="seeds"). The reward is the verifier's score, from 0
+    to 1, of the text between <answer> and </answer>.
     """
 
     def __init__(self, dataset: str, help: str = ANSWER_HELP, **settings: str | bool | int | float) -> None:
-        """Create the environment of a dataset.
-
-        Args:
-            dataset: name of the dataset, for example "chain_sum".
-            help: text of a system message before the problem; empty: no system message.
-            settings: fields of the dataset's config, for example max_terms=4.
-        """
+        """Take a dataset, such as "chain_sum", a system message (may be empty), and its config's fields."""
         self._name, self._help, self._settings = dataset, help, settings
         self._seed = 0
         _reasoning_gym()
@@ -222,10 +189,8 @@ def _reasoning_gym(part: str = "") -> Any:
 
 
 class TextArena:
-    """A game set up from the problem's seed. The reward is the game's own, given at its end.
-
-    Use it with rl.prompts.task="seeds". TextArena's games cannot be pickled, so the moves so far are replayed from the
-    same seed before each move.
+    """A game set up from the seed (rl.prompts.task="seeds"), with its own reward at its end. Games cannot be pickled,
+    so the moves so far are replayed before each move.
     """
 
     def __init__(self, game: str) -> None:
@@ -253,7 +218,6 @@ class TextArena:
         return [{"role": "user", "content": _observation(game).removeprefix(before).strip()}], 0.0, False
 
     def _played(self) -> tuple[Any, str]:
-        """Return the game after the moves so far, and its observation."""
         game = _textarena().make(self._game)
         game.reset(num_players=1, seed=self._seed)
         text = _observation(game)

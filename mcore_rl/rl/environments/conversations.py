@@ -1,7 +1,5 @@
-"""Conversations between a policy and environments: all open conversations advance turn by turn.
-
-Sampled tokens are never re-encoded from text: a conversation grows by the tokens of the policy's turn, then by the
-tokens that the chat template inserts before the next turn.
+"""Conversations between a policy and environments, turn by turn. Sampled tokens are never re-encoded from text: a
+conversation grows by the tokens of a turn, then by those that the chat template inserts before the next turn.
 """
 
 import hashlib
@@ -65,58 +63,32 @@ class _Record:
     failure: FailedScore | None = None
 
     def fail(self, failure: FailedScore) -> None:
-        """End the conversation because its environment failed."""
         self.end, self.failure = "failed", failure
 
 
 class Conversations:
-    """Holds conversations with environments, with any engine: on all ranks together (`hold`), or a single group on the
-    rank that sends requests to servers (`hold_group`).
-    """
+    """Holds conversations: on all ranks (`hold`), or a group on the rank that asks servers (`hold_group`)."""
 
     def __init__(
         self, rl: RlConfig, engine: Engine, chat: Chat, mesh: Mesh, workers: EnvironmentWorkers | None
     ) -> None:
-        """Create the conversations of an engine with environments.
-
-        Args:
-            rl: the section `rl`.
-            engine: engine that samples the policy's turns.
-            chat: chat template that renders the tokens between turns.
-            mesh: the mesh.
-            workers: worker processes of the environments on the first rank of each replica; None on all other ranks.
-        """
+        """Take an engine, a chat template, and the workers on the first rank of each replica; None elsewhere."""
         self._rl, self._engine, self._chat, self._mesh, self._workers = (rl, engine, chat, mesh, workers)
         self.environment_s = 0.0
         """Seconds that the last `hold` spent in environments."""
 
     def hold(self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]]) -> list[Group]:
-        """Collective over the world: hold a conversation for each seed of each prompt.
-
-        Each turn continues the tokens so far by at most `sampling.max_new_tokens` tokens. The first turn uses the
-        conversation's seed, a later turn a hash of the seed and the turn's index.
-
-        Args:
-            prompts: this replica's problems; the environment turns them into prompts.
-            sampling: sampling parameters of each turn.
-            seeds_PG: a seed for each completion.
-
-        Returns:
-            A group for each prompt, in order, with a completion for each seed, in order.
+        """Collective over the world: hold a conversation for each seed of each of this replica's prompts. Each turn has
+        at most `sampling.max_new_tokens` tokens; the first uses the conversation's seed, a later one a hash of it and
+        the turn's index. Returns a group for each prompt, in order.
         """
         self.environment_s = 0.0
         return self._hold(prompts, sampling, seeds_PG, self._engine.generate, self._by_environments, world_max)
 
     def hold_group(self, index: int, prompt: Prompt, sampling: Sampling, seeds_G: Sequence[int]) -> Group:
-        """Hold the conversations of prompt `index` as `hold` would. Returns the group.
-
-        The turns of these conversations wait for each other, but not for other groups.
-
-        Not collective. Threads of the rank that sends requests may call this concurrently, also while the policy trains
-        or its new weights are pushed to the servers: a conversation continues with new weights from its next token.
-
-        Raises:
-            EngineError: if no server returns a turn.
+        """Hold the conversations of prompt `index` as `hold` would, without waiting for other groups. Not collective;
+        safe in several threads, also while the policy trains or its weights are pushed. Raises EngineError if no server
+        returns a turn.
         """
         engine, workers = asking(self._engine), self._workers
         assert workers is not None, "only the rank that asks holds groups"
@@ -147,16 +119,8 @@ class Conversations:
         by_environments: ByEnvironments[Any],
         most_open: Callable[[int], int],
     ) -> list[Group]:
-        """Hold conversations as `hold` does.
-
-        Args:
-            prompts: this replica's problems.
-            sampling: sampling parameters of each turn.
-            seeds_PG: a seed for each completion.
-            generate: function that samples turns.
-            by_environments: function that runs an action on the environment workers.
-            most_open: function that returns the largest number of open conversations among the replicas that generate
-                together, given this replica's number.
+        """Hold conversations with turns of `generate`. `most_open` returns the largest number of open conversations
+        among the replicas that generate together, given this replica's number.
         """
         drafts = [
             _Draft(group=p, index=g, seed=seed) for p, seeds in enumerate(seeds_PG) for g, seed in enumerate(seeds)
@@ -203,10 +167,8 @@ class Conversations:
         drafts: Sequence[_Draft],
         records: Sequence[_Record],
     ) -> list[tuple[int, ...]]:
-        """Start the environments and return the tokens of each prompt.
-
-        If an environment fails to start, its conversation ends after one turn; its prompt is the group's, or the
-        problem's own tokens if no environment of the group has started.
+        """Start the environments and return the tokens of each prompt, the problem's own if no environment of its group
+        has started. A conversation whose environment fails to start ends after one turn.
         """
         outcomes = workers.run([EnvironmentCall(None, prompts[draft.group].problem) for draft in drafts])
         limit = self._rl.prompts.max_tokens
@@ -312,11 +274,8 @@ def _generate(generate: Generate, prompts: Sequence[Prompt], sampling: Sampling,
 
 
 def prompt_tokens(chat: Chat, start: EnvironmentAnswer, max_tokens: int) -> tuple[int, ...]:
-    """Return the tokens of an environment's first messages.
-
-    Raises:
-        DataError: if there are no tokens or more than `max_tokens`, if the last message is the assistant's, or if the
-            chat template cannot render the messages.
+    """Return the tokens of an environment's first messages. Raises DataError if there are none or more than
+    `max_tokens`, the last is the assistant's, or the chat template cannot render them.
     """
     if start.is_too_long:
         raise DataError("the environment starts with messages that are longer than rl.environment.max_tokens")
@@ -363,17 +322,9 @@ def _completion(draft: _Draft, record: _Record) -> Completion:
 
 
 def try_environment(rl: RlConfig, prompts: Sequence[Prompt], chat: Chat) -> tuple[FailedPart, ...]:
-    """Start the environment for `prompts` and answer each prompt with its reference answer.
-
-    This finds an environment that always fails, or returns messages that the chat template cannot append, before the
-    run starts.
-
-    Returns:
-        The failures; empty without an environment.
-
-    Raises:
-        ConfigError: if the environment cannot be created.
-        TrainingError: if it failed for every prompt, unless rl.reward.max_failed_fraction=1.
+    """Answer each prompt with its reference answer before a run, to find an environment that always fails or messages
+    that the template cannot append. Returns the failures. Raises ConfigError if the environment cannot be created, and
+    TrainingError if it failed for every prompt, unless rl.reward.max_failed_fraction=1.
     """
     environment = rl.environment
     if environment.name is None:

@@ -32,14 +32,8 @@ class Environment(Protocol):
         ...
 
     def step(self, completion: str) -> tuple[Sequence[Message], float, bool]:
-        """Answer a turn of the policy.
-
-        Args:
-            completion: text of the turn.
-
-        Returns:
-            The next messages for the policy to answer (ignored at the end), the reward of this turn, and whether the
-            conversation has ended.
+        """Answer the text of a turn. Returns the next messages for the policy to answer (ignored at the end), the
+        reward of this turn, and whether the conversation has ended.
         """
         ...
 
@@ -55,10 +49,8 @@ ENVIRONMENTS = {
 
 
 def environment_maker(config: EnvironmentConfig) -> Callable[[], Environment]:
-    """Return a function that creates an environment of the config.
-
-    Raises:
-        ConfigError: if the name is unknown, a package or sandbox is missing, or the arguments do not match.
+    """Return a function that creates an environment of the config. Raises ConfigError if the name is unknown, a package
+    or sandbox is missing, or the arguments do not match.
     """
     assert config.name is not None
     kind = load_extension("rl.environment.name", ENVIRONMENTS.get(config.name, config.name))
@@ -103,17 +95,12 @@ class EnvironmentAnswer:
 
 
 class EnvironmentWorkers(WorkerPool):
-    """Worker processes that run environments. `run` takes EnvironmentCall objects and returns, for each, an
-    EnvironmentAnswer or a FailedScore.
+    """Worker processes that run environments. `run` returns an EnvironmentAnswer or FailedScore for each
+    EnvironmentCall.
     """
 
     def __init__(self, make: MakeEnvironment, config: EnvironmentConfig) -> None:
-        """Start the processes.
-
-        Args:
-            make: function that creates an environment; see `environment_maker`.
-            config: the config section `rl.environment`.
-        """
+        """Start the processes; `make` creates an environment (`environment_maker`)."""
         super().__init__(
             partial(_answer, make, CHARACTERS_PER_TOKEN * config.max_tokens),
             workers=config.workers,
@@ -123,7 +110,6 @@ class EnvironmentWorkers(WorkerPool):
 
 
 def _answer(make: MakeEnvironment, max_characters: int, call: EnvironmentCall) -> EnvironmentAnswer | FailedScore:
-    """Run a call of an environment."""
     with CaughtException() as guard:
         reward, is_done = 0.0, False
         if call.state is None:
@@ -158,7 +144,6 @@ def _answer(make: MakeEnvironment, max_characters: int, call: EnvironmentCall) -
 
 
 def _checked(messages: Any, *, needs_one: bool) -> tuple[Message, ...] | FailedScore:
-    """Return the messages in a form that can be sent, or a failure if they are invalid."""
     if isinstance(messages, Sequence) and not isinstance(messages, str | bytes):
         is_right = all(
             isinstance(message, Mapping)
