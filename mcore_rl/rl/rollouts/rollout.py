@@ -89,7 +89,7 @@ class Rollouts:
     conversations: "Conversations | AgentSessions | None" = None
     """Conversations with an environment, or sessions of an agent; None without them."""
     baseline: Baseline | None = None
-    """Rewards with which the completions of each prompt are compared; None: they are compared with each other."""
+    """Function that returns rewards to compare completions with; None: they are compared within their prompt."""
     flow: "GroupFlow | None" = None
     """Groups that are generated while the policy trains; None: generation and training alternate."""
 
