@@ -39,14 +39,8 @@ def expert_hashes(layers: Sequence[int], num_codes: int, device: torch.device) -
 def route_checksums(
     codes_Ktl: Tensor, expert_hashes_lE: Tensor, token_hashes_t: Tensor, sample_index_t: Tensor, num_samples: int
 ) -> Tensor:
-    """Return the checksum of each sample's tokens in each layer, int64 `[num_samples, l]`.
-
-    Args:
-        codes_Ktl: route codes of this rank's layers and tokens, of any integer dtype.
-        expert_hashes_lE: from `expert_hashes`, for the same layers.
-        token_hashes_t: from `token_hashes`; tokens with hash 0 do not count.
-        sample_index_t: index of each token's sample, below `num_samples`; -1 for padding, which must have hash 0.
-        num_samples: number of samples in the microbatch, N.
+    """Return the checksum of each sample's tokens in each layer, int64 `[num_samples, l]`. Tokens with hash 0 do not
+    count; padding has sample index -1 and must have hash 0.
     """
     _, num_tokens, num_layers = codes_Ktl.shape
     first_l = torch.arange(num_layers, device=codes_Ktl.device) * expert_hashes_lE.shape[1]
@@ -207,19 +201,10 @@ def world_totals(
 ) -> RouteTotals:
     """Collective over the world: sum the accounts of all ranks so that each token counts once in each layer.
 
-    Args:
-        mesh: the mesh that ran the pass.
-        num_layers: number of layers in the whole model.
-        layers: this rank's layers with routers, `l` of them.
-        changes_l4: for each layer, float64: changed choices, the sum of their gates, changed choices of current
-            tokens, and current tokens with all choices changed.
-        expert_choices_2lE: how often current tokens chose each expert live, and how often it was not cached, int64.
-        current_tokens: compared tokens with routes cached from the weights in training.
-        consumed_l: tokens routed in each layer.
-        is_changed_t: whether a token's choice changed in any of these layers, uint8; reduced in place.
-        compared_tokens: number of tokens compared.
-        unknown_tokens: number of tokens without cached routes.
-        cached_bytes: size of this rank's cache.
+    `changes_l4` has, float64: changed choices, the sum of their gates, changed choices of current tokens, and current
+    tokens with all choices changed. `expert_choices_2lE` counts how often current tokens chose each expert live, and
+    how often it was not cached, int64. Current tokens have routes from the weights in training. `is_changed_t`, uint8,
+    is reduced in place.
     """
     # A token's choice may have changed only in another pipeline stage: take the union first, then count.
     dist.all_reduce(is_changed_t, op=dist.ReduceOp.MAX, group=mesh.pp.group)

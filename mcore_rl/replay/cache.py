@@ -35,10 +35,8 @@ class SampleSpan:
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchLayout:
-    """Layout of one microbatch before context and sequence parallelism divide it.
-
-    Packed rows are concatenated into one sequence, and context parallelism divides each span separately, as
-    model/inputs.py does. A padded row holds a single span, and context parallelism divides the row.
+    """Layout of one microbatch before context and sequence parallelism divide it: context parallelism divides each span
+    of packed rows separately, and a padded row, which is a single span, as a whole.
     """
 
     rows: tuple[tuple[SampleSpan, ...], ...]
@@ -130,10 +128,9 @@ def local_tokens(layout: MicrobatchLayout, mesh: Mesh) -> LocalTokens:
 
 
 def router_order(values_Bs: Tensor, mesh: Mesh) -> Tensor:
-    """Flatten `[B, s]`, already divided by context parallelism, in the order in which a router sees its tokens.
-
-    Megatron's hidden states are `[s, B, D]`, so position comes before row; with sequence parallelism each
-    tensor-parallel rank has a contiguous chunk of the positions.
+    """Flatten `[B, s]`, already divided by context parallelism, in the order in which a router sees its tokens:
+    position before row, as in hidden states `[s, B, D]`, and with sequence parallelism a contiguous chunk of the
+    positions.
     """
     all_sB = values_Bs.t()
     local_sB = all_sB.chunk(mesh.tp.size)[mesh.tp.rank] if mesh.sequence_parallel else all_sB
@@ -147,10 +144,7 @@ class RouteStorage:
     """Blocks of routes `[n, ...]` of any dtype, a row per token, in one kind of memory."""
 
     def __init__(self, store: Store, device: torch.device) -> None:
-        """Create an empty storage; with `store="device"` blocks are on `device`.
-
-        Page-locked memory needs a GPU: on a CPU both stores are ordinary main memory.
-        """
+        """Page-locked memory needs a GPU: on a CPU both stores are ordinary main memory."""
         self._store, self._device = store, device
         self._blocks: dict[int, Tensor] = {}
         self._next_block = 0
@@ -226,25 +220,14 @@ class RouteLocations:
 
 
 class RoutingCache:
-    """Routes by (policy version, sample), independent of microbatches, packing and mesh.
-
-    Each rank stores routes for its own layers and for the positions that its routers saw in the recording pass.
-    `receive` replaces them with the routes that another layout of the same samples needs; replay/from_rollouts.py uses
-    it to fill a cache with a rollout engine's routes.
+    """Routes by (policy version, sample), independent of microbatches, packing and mesh. Each rank stores routes for
+    its own layers and for the positions that its routers saw.
 
     A route is stored as a code: the expert's index, plus `num_experts` if the expert had no room for the token
-    (`model.moe.capacity_factor`), so that a dropped choice is replayed as a dropped choice. A code is uint8, or int16
-    if there are over 256 codes (torch cannot index uint16).
+    (`model.moe.capacity_factor`). A code is uint8, or int16 if there are over 256 codes (torch cannot index uint16).
     """
 
     def __init__(self, chunks: Sequence[nn.Module], model: ModelConfig, config: ReplayConfig) -> None:
-        """Create an empty cache for the layers of `chunks`.
-
-        Args:
-            chunks: this rank's pipeline chunks.
-            model: the whole model.
-            config: where routes are stored, and whether the engine may omit some.
-        """
         self.layers = routed_layers(chunks)
         self.model_layers = tuple(layer for layer, is_routed in enumerate(model.moe_layers) if is_routed)
         self.num_experts, self.top_k = model.moe.num_experts, model.moe.top_k
@@ -360,9 +343,8 @@ class RoutingCache:
 
     def add_mixed(self, version: int, sample: int, below: "RoutingCache", above: "RoutingCache", layer: int) -> None:
         """Store a sample's routes, taken from `below` in the layers before `layer` and from `above` in the rest.
-
-        `below` was recorded by a live pass. No router depends on a later layer, so a pass that is live only before
-        `layer` has the same routes there. Both caches must have been filled by passes over the same layouts.
+        `below` is from a live pass: no router depends on a later layer. Both caches must be from passes over the same
+        layouts.
         """
         lower, upper = below.sample(version, sample), above.sample(version, sample)
         assert lower.checksum_l is not None and upper.checksum_l is not None
@@ -412,7 +394,6 @@ class RoutingCache:
 
 
 def _found(cached: CachedSample, position_n: Tensor) -> Tensor:
-    """Return the indices of positions in a cached sample; all must be on this rank."""
     index_n = torch.searchsorted(cached.position_n, position_n)
     assert torch.equal(cached.position_n[index_n], position_n), "the caches are of other layouts"
     return index_n

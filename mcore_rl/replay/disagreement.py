@@ -29,20 +29,13 @@ docs/replay.md have 0.12 to 0.17, deep models more."""
 
 
 class DisagreementLimit:
-    """Limit on the share of a layer's tokens for which trainer and engine have no expert in common.
-
-    Engines have returned plausible routes of other tokens, or a single stale row for a whole chunk of a prompt. Such
-    routes match the trainer's experts only by chance, whereas a rounding difference swaps one expert for the next best.
+    """Limit on the share of a layer's tokens for which trainer and engine have no expert in common. Routes of other
+    tokens match only by chance, whereas a rounding difference swaps one expert for the next best.
     """
 
     def __init__(self, config: ReplayConfig, top_k: int, measured_L: list[float]) -> None:
         """Create the limit. If it is "auto", the first pass within the first limit sets the limits of later passes.
-
-        Args:
-            config: replay settings.
-            top_k: experts per token.
-            measured_L: limit of each layer, measured by an earlier start of the run; if empty, it is filled in place
-                once limits have been measured.
+        `measured_L` has each layer's limit from an earlier start of the run; if empty, it is filled in place.
         """
         self._config = config
         self._first = FIRST_LIMIT if top_k > 1 else FIRST_LIMIT_OF_ONE
@@ -81,11 +74,9 @@ class DisagreementLimit:
         )
 
     def problems_of_samples(self, disjoint_by_sample: Mapping[int, tuple[int, int]]) -> dict[int, str]:
-        """Return an error message for each sample that probably has wrong routes: of another request, shifted, or from
-        a stale block of the engine's cache. A few such samples in a batch stay below the limit of a layer.
-
-        Args:
-            disjoint_by_sample: sample -> choices (token, layer) without an expert in common, and compared choices.
+        """Return an error message for each sample that probably has wrong routes; a few such samples stay below a
+        layer's limit. `disjoint_by_sample` has each sample's choices (token, layer) without a common expert, and
+        compared choices.
         """
         setting = self._config.max_disagreement
         if setting is None:
@@ -106,9 +97,7 @@ class DisagreementLimit:
 
 def exchanged_experts(totals: RouteTotals) -> str | None:
     """Return an error message if the engine seems to number some experts differently from the trainer, else None.
-
-    If a few experts have swapped numbers, as after a load balancer has moved them, routes differ by one expert per
-    token, just as after rounding. Unlike after rounding, it is always the same expert.
+    Routes then differ by one expert per token, as after rounding, but always by the same expert.
     """
     chosen_LE, missed_LE = totals.expert_choices_2LE
     is_frequent_LE = chosen_LE >= (chosen_LE.mean(1, keepdim=True) / 4).clamp_min(FEW_CHOICES)
@@ -131,14 +120,11 @@ def exchanged_experts(totals: RouteTotals) -> str | None:
 class StaleRoutes:
     """Sums over rollout batches that detect routes which do not belong to the older weights that sampled the tokens.
 
-    A server that recomputes such tokens by itself returns the routes of its present weights with the logprobs of the
-    older weights. The logprobs then differ from the trainer's by the updates in between, but the routes do not: they
-    agree with the trainer's as well as the routes of newly sampled tokens do. If the policy has hardly moved, or there
-    are few tokens, nothing can be concluded.
+    A server that recomputes such tokens returns its present weights' routes with the older weights' logprobs: only the
+    logprobs then differ from the trainer's more than those of newly sampled tokens do.
     """
 
     def __init__(self, top_k: int) -> None:
-        """Start with no tokens; `top_k` is the number of experts per token."""
         self._top_k = top_k
         self._stale, self._current = _Agreement(), _Agreement()
         self._is_reported = False

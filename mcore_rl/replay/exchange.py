@@ -114,21 +114,11 @@ def exchange(
     top_k: int,
     dtype: torch.dtype,
 ) -> dict[int, ReceivedRoutes]:
-    """Collective over `axis`: fetch the routes of the `needed` samples from ranks that offer them.
+    """Collective over `axis`: fetch the routes of the `needed` samples, in `layers`, from ranks that offer them; a
+    sample is left out if the ranks together do not have all of its positions. `layers` may differ from rank to rank;
+    `dtype` (of the codes) may not.
 
-    Args:
-        offered: this rank's routes, by sample.
-        needed: positions that this rank needs, by sample.
-        layers: layers that this rank needs; they may differ from rank to rank.
-        axis: ranks to exchange with, including this rank.
-        device: device of the axis's collectives.
-        top_k: codes of a token in each layer, K.
-        dtype: dtype of the codes, the same on all ranks.
-
-    Returns:
-        Routes by sample, for each sample in `needed`, without positions that have no routes on any rank. Positions
-        shared with another sample are returned with that sample. A sample is left out if the ranks together do not
-        have all of its positions.
+    Positions without routes on any rank are not returned; positions shared with another sample are returned with it.
     """
     offers: list[dict[int, RouteOffer]] = [{} for _ in range(axis.size)]
     offers_here = {
@@ -195,17 +185,9 @@ def plan_requests(
     offers: Sequence[Mapping[int, RouteOffer]],
     rank: int,
 ) -> dict[int, list[RouteRequest]]:
-    """Choose which rank to ask for which routes: this rank first, then the other ranks in turn, starting after it.
-
-    Args:
-        needed: positions that this rank needs, by sample.
-        layers: layers that this rank needs.
-        offers: for every rank of the axis, its offers by sample.
-        rank: index of this rank on the axis.
-
-    Returns:
-        Requests by the rank that they go to. No (position, layer) is requested from two ranks, except where the
-        rectangle (positions x layers) requested from a rank overlaps an earlier request.
+    """Choose which rank to ask for which routes: this rank first, then the others in turn. `offers` has each rank's
+    offers by sample. No (position, layer) is requested twice, except where a rectangle of positions x layers overlaps
+    an earlier request. Returns requests by the rank that they go to.
     """
     order = [(rank + step) % len(offers) for step in range(len(offers))]
     requests: dict[int, list[RouteRequest]] = {}
@@ -259,9 +241,8 @@ def assemble(
     top_k: int,
     dtype: torch.dtype,
 ) -> dict[int, ReceivedRoutes]:
-    """Assemble samples from the answers to `requests`, which `received` has concatenated in rank order.
-
-    A sample with missing parts is left out; the pass that needs it reports that it has no routes.
+    """Assemble samples from the answers to `requests`, which `received` has concatenated in rank order; a sample with
+    missing parts is left out.
     """
     samples: dict[int, ReceivedRoutes] = {}
     is_missing: dict[int, Tensor] = {}

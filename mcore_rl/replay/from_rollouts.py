@@ -77,25 +77,12 @@ def cache_rollout_routes(
     layouts: Sequence[MicrobatchLayout],
     mesh: Mesh,
 ) -> list[Metric]:
-    """Collective over the world: cache the `generated` routes of all ranks that a pass over `layouts` needs.
+    """Collective over the world: replace the cached routes of `version` by the `generated` routes, of all ranks, that a
+    pass over `layouts` needs. Returns a metric: the share of tokens that repeat the previous token's routes.
 
-    Each rank asks a data- or context-parallel peer that generated a sample for the positions that it trains on, in its
-    own layers. Nothing is broadcast or gathered. If completions of a group begin with the same tokens and routes, as
-    they do in their prompt, these rows are sent and stored only once.
-
-    Args:
-        cache: this rank's cache; its routes of `version` are replaced.
-        version: version of the policy that generated.
-        generated: routes of the samples that this rank's model generated, equal on the ranks of one model. Some or
-            all tokens of a sample may have no routes (rows of -1); a lost sample is absent.
-        layouts: this rank's microbatches.
-        mesh: the mesh that trains.
-
-    Returns:
-        Metric with the share of tokens that repeat the routes of the previous token, equal on all ranks.
-
-    Raises:
-        RoutingError: on all ranks, if routes have a wrong shape, or an expert is out of range or chosen twice.
+    `generated` has the samples of this rank's model and is equal on the ranks of one model; tokens without routes have
+    rows of -1, and a lost sample is absent. Leading rows that a group's completions have in common are sent and stored
+    once. Raises RoutingError on all ranks if routes have a wrong shape, or an expert is out of range or chosen twice.
     """
     # The ranks of a tensor-parallel group have the same routes: each checks its share of the samples.
     of_rank = sorted(generated)[mesh.tp.rank :: mesh.tp.size]
@@ -115,10 +102,8 @@ def cache_rollout_routes(
 
 
 def _checked(cache: RoutingCache, generated: Mapping[int, RolloutRoutes]) -> CheckedRoutes:
-    """Check the routes on the cache's device, which the host waits for once.
-
-    Checksums are computed from the engine's routes before layers and positions are selected and sent, so that the tape
-    detects mistakes in these later steps.
+    """Check the routes on the cache's device, with one wait. Checksums are of the engine's routes before any selection
+    of layers and positions, so that the tape detects mistakes in it.
     """
     formats = {sample: _problem_of_format(cache, routes) for sample, routes in generated.items()}
     problems = [
@@ -263,7 +248,6 @@ def _is_repeated(batch: RouteBatch) -> Tensor:
 
 
 def _has_duplicates(experts_KTL: Tensor) -> Tensor:
-    """Mask `[T, L]`: True where a token's choice has the same expert twice."""
     is_twice_TL = torch.zeros(experts_KTL.shape[1:], dtype=torch.bool, device=experts_KTL.device)
     for index, experts_TL in enumerate(experts_KTL):
         for other_TL in experts_KTL[:index]:
@@ -288,16 +272,13 @@ def _given_layers(cache: RoutingCache, experts_nLK: Tensor) -> tuple[int, ...]:
 
 
 def _columns(cache: RoutingCache, experts_nLK: Tensor) -> list[int]:
-    """Return the indices of this rank's layers among the given layers."""
     given_layers = _given_layers(cache, experts_nLK)
     return [given_layers.index(layer) for layer in cache.layers]
 
 
 def _shared_rows(generated: Mapping[int, RolloutRoutes]) -> dict[int, SharedRows]:
     """Return the leading positions at which samples have the tokens and routes of the first sample of their group.
-
-    Pipeline stages may have routes of different layers and therefore share different numbers of rows. This is harmless,
-    because each stage exchanges only its own layers.
+    Pipeline stages may share different numbers of rows, as each exchanges only its own layers.
     """
     givers: dict[int, int] = {}
     shared = {}
@@ -317,7 +298,6 @@ def _shared_rows(generated: Mapping[int, RolloutRoutes]) -> dict[int, SharedRows
 
 
 def _num_equal(rows: Tensor, others: Tensor) -> int:
-    """Return the number of leading rows that are equal."""
     length = min(len(rows), len(others))
     is_other_T = (rows[:length] != others[:length]).view(length, -1).any(1) if length else torch.zeros(0)
     return int(is_other_T.int().argmax()) if is_other_T.any() else length
@@ -326,7 +306,6 @@ def _num_equal(rows: Tensor, others: Tensor) -> int:
 def _offer(
     cache: RoutingCache, routes: RolloutRoutes, has_routes_T: Tensor, checksum_l: Tensor, shared: SharedRows | None
 ) -> OfferedRoutes:
-    """Return the routes in this rank's layers, with the checksum of the routes that the engine returned."""
     codes_TlK = picked(routes.experts_TLK, _columns(cache, routes.experts_TLK))
     is_given_T = has_routes_T.clone()
     if shared is not None:

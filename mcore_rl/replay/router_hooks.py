@@ -26,9 +26,8 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 
 @dataclass(slots=True, kw_only=True)
 class ChunkMicrobatch:
-    """One microbatch in one chunk: `t` tokens, and the chunk's `l` routers.
-
-    Routes are small integer codes: the expert, plus `num_experts` if the expert had no room for the token.
+    """One microbatch in one chunk: `t` tokens, and the chunk's `l` routers. A code is the expert, plus `num_experts` if
+    the expert had no room for the token.
     """
 
     index: int
@@ -110,10 +109,8 @@ class ChunkRouters:
         return self._in_backward, False
 
     def distinct(self, column: int, experts_tK: Tensor) -> Tensor:
-        """Return the imposed experts, but experts 0 to K - 1 for a token that has the same expert twice.
-
-        Such routes are damaged, and the pass ends in an error that names them (`problems`). Until then this rank must
-        still send its tokens, or other ranks would wait for them forever.
+        """Return the imposed experts, but experts 0 to K - 1 for a token that has the same expert twice. Such routes
+        end the pass in an error (`problems`); until then other ranks wait for this rank's tokens.
         """
         if not self._needs_distinct:
             return experts_tK
@@ -172,11 +169,8 @@ class ChunkRouters:
             done.imposed_ltK = None  # frees the memory: its backward pass is over
 
     def _replay_drops(self, column: int, router: TopKRouter) -> None:
-        """Apply the capacity and record the drops when routing is live; when routes are imposed, impose the same drops.
-
-        The capacity drops choices depending on the other tokens of the microbatch and on the gates, so another
-        microbatch or other weights would drop different choices. With imposed routes the router therefore runs without
-        capacity.
+        """Apply the capacity and record the drops when routing is live; when routes are imposed, impose the same drops
+        without capacity, which would drop by the other tokens of the microbatch and by the gates.
         """
         with_capacity = router.config
         without_capacity = copy.copy(with_capacity)
@@ -210,7 +204,6 @@ class RouterHook:
     """Object that a router calls in place of Megatron's `RouterReplay`."""
 
     def __init__(self, chunk_routers: ChunkRouters, column: int) -> None:
-        """`column` is the index of the router among the chunk's routers."""
         self._chunk_routers, self._column = chunk_routers, column
 
     @property
@@ -226,17 +219,9 @@ class RouterHook:
         group_topk: int | None = None,
         default_compute_topk: TopK = torch.topk,
     ) -> tuple[Tensor, Tensor]:
-        """Return the chosen experts and their scores: scores `[t, K]`, with gradient, then experts `[t, K]`.
-
-        Megatron's router calls this method by name. The scores of imposed experts are taken from the live router's
-        dense scores, so that the router keeps learning.
-
-        Args:
-            scores: scores of all experts `[t, E]`, including any expert bias.
-            topk: number of experts per token, K.
-            num_groups: number of expert groups for group-limited routing.
-            group_topk: number of groups that a token may choose from.
-            default_compute_topk: the router's own top-k function.
+        """Return the chosen experts' scores `[t, K]`, with gradient, and the experts `[t, K]`. Megatron's router calls
+        this by name with scores `[t, E]` that include any expert bias. Scores of imposed experts are the live router's,
+        so that it keeps learning.
         """
         microbatch, is_forward = self._chunk_routers.current(self._column)
         assert len(scores) == microbatch.live_ltK.shape[1], (
@@ -271,13 +256,9 @@ class RouterHook:
 
 
 def live_gates(scores_ltK: Tensor, live_ltK: Tensor, routers: Sequence[TopKRouter]) -> Tensor:
-    """Return the gates of the live choice, float32 `[K, l, t]`, normalised to sum to 1 over K.
-
-    Args:
-        scores_ltK: scores that the routers chose by: logits with `moe_router_pre_softmax=False`; they include the
-            expert bias, if any.
-        live_ltK: the chosen experts.
-        routers: the routers of these layers, all of the same kind.
+    """Return the gates of the live choice, float32 `[K, l, t]`, normalised to sum to 1 over K. `scores_ltK` are the
+    scores that the routers, all of the same kind, chose by: logits with `moe_router_pre_softmax=False`, with any expert
+    bias.
     """
     router = routers[0]
     # K passes over long rows: twenty times as fast on a CPU as one softmax per token.

@@ -105,19 +105,9 @@ class RoutingTape:
         version: int,
         against: RoutingCache | None = None,
     ) -> None:
-        """Collective over the world: prepare a pass.
-
-        Args:
-            chunks: this rank's pipeline chunks, in order of their layers.
-            mesh: the mesh that runs the pass.
-            layouts: layout of each of this rank's microbatches.
-            cache: cache to record into or to impose from.
-            version: policy version that the routes belong to.
-            against: another cache to compare a recording pass with.
-
-        Raises:
-            RoutingError: on all ranks, if the chunks and a cache have different layers.
-            ConfigError: if a router of the chunks cannot be replayed.
+        """Collective over the world: prepare a pass over this rank's `layouts`. A recording pass is compared with
+        `against`, if given. Raises RoutingError on all ranks if the chunks and a cache have different layers,
+        ConfigError if a router cannot be replayed.
         """
         self._mesh, self._cache, self._version = mesh, cache, version
         self._compared_cache = against or cache
@@ -164,23 +154,20 @@ class RoutingTape:
         assert error is not None or self._is_finished, "the accounts of the pass were not checked: call finish()"
 
     def record(self) -> Routing:
-        """Collective over the world: return routing for `run_pass` that adds the live choices to the cache.
-
-        Raises RoutingError on all ranks if a sample has already been recorded.
+        """Collective over the world: return routing for `run_pass` that adds the live choices to the cache. Raises
+        RoutingError on all ranks if a sample has already been recorded.
         """
         return self._start("record", compares=self._compared_cache is not self._cache)
 
     def impose(self) -> Routing:
-        """Collective over the world: return routing for `run_pass` that makes routers choose the cached experts.
-
-        Raises RoutingError on all ranks if the cache lacks a route.
+        """Collective over the world: return routing for `run_pass` that makes routers choose the cached experts. Raises
+        RoutingError on all ranks if the cache lacks a route.
         """
         assert self._compared_cache is self._cache, "routes are imposed from the cache and compared with it"
         return self._start("impose", compares=True)
 
     def observe(self) -> Routing:
         """Collective over the world: return routing for `run_pass` that only compares live choices with the cache.
-
         Raises RoutingError on all ranks if the cache lacks a route.
         """
         return self._start("observe", compares=True)
@@ -199,18 +186,10 @@ class RoutingTape:
             routers.remove()
 
     def finish(self, name: str = "routes") -> list[Metric]:
-        """Collective over the world, after the pass: check its accounts and return its metrics.
-
-        Args:
-            name: first part of the metrics' names.
-
-        Returns:
-            Metrics, equal on all ranks.
-
-        Raises:
-            RoutingError: on all ranks, naming layer and samples, unless every router gave the tokens of every
-                microbatch to the recorded experts once in the forward pass and at most once in recomputation, with the
-                live router's gates (witness.py).
+        """Collective over the world, after the pass: return its metrics, named `name`/..., equal on all ranks. Raises
+        RoutingError on all ranks, naming layer and samples, unless every router gave each microbatch's tokens to the
+        recorded experts once in the forward pass and at most once in recomputation, with the live router's gates
+        (witness.py).
         """
         assert self._mode != "unused" and self._witness is not None, "the tape was not given to a pass"
         self.close()
@@ -305,7 +284,6 @@ class RoutingTape:
 
     @contextmanager
     def _armed(self, chunk: nn.Module, index: int) -> Iterator[None]:
-        """Arm one chunk's routers for its forward pass of one microbatch, then account for their choices."""
         routers, microbatch = self._routers[chunk], self._microbatches[index]
         in_chunk = self._in_chunk(chunk, index)
         with routers.forward(in_chunk):
@@ -323,7 +301,6 @@ class RoutingTape:
             self._add_recorded(chunk, microbatch, in_chunk)
 
     def _in_chunk(self, chunk: nn.Module, index: int) -> ChunkMicrobatch:
-        """Read the cached routes of one microbatch for the layers of one chunk."""
         microbatch, columns = self._microbatches[index], self._columns[chunk]
         shape = (columns.stop - columns.start, len(microbatch.sample_index_t), self._cache.top_k)
         cached_ltK = is_live_t1 = None
@@ -403,7 +380,6 @@ class RoutingTape:
         microbatch.disjoint_t = disjoint_t if before_t is None else before_t + disjoint_t
 
     def _count_experts(self, columns: slice, live_ltK: Tensor, missed_Klt: Tensor, microbatch: TapeMicrobatch) -> None:
-        """Count how often current tokens chose each expert live, and how often it was not cached."""
         num_experts = self._cache.num_experts
         first_l11 = torch.arange(columns.start, columns.stop, device=self._device)[:, None, None] * num_experts
         is_chosen_t1 = (microbatch.has_routes_t & microbatch.is_current_t)[:, None]
@@ -449,10 +425,8 @@ class RoutingTape:
         return [layer for layer, is_chosen in zip(self.layers, is_chosen_l.tolist(), strict=True) if is_chosen]
 
     def _sample_checksums(self, used: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Collective over the ranks that have parts of the same samples: return each whole sample's checksum `[l]`.
-
-        Args:
-            used: for each microbatch, checksums `[N, l]` of the experts used on this rank.
+        """Collective over the ranks that have parts of the same samples: return each whole sample's checksum `[l]`,
+        from the checksums `[N, l]` of each microbatch's experts on this rank.
         """
         samples = [sample for microbatch in self._microbatches for sample in microbatch.tokens.samples]
         if self._mode == "observe":
@@ -526,7 +500,6 @@ class RoutingTape:
 
 
 def _columns(routers: Mapping[nn.Module, ChunkRouters]) -> tuple[dict[nn.Module, slice], tuple[int, ...]]:
-    """Return the slice of each chunk's layers among this rank's layers, and this rank's layers."""
     columns: dict[nn.Module, slice] = {}
     layers: list[int] = []
     for chunk, of_chunk in routers.items():

@@ -105,16 +105,8 @@ class SampledTokens:
         row_n: Tensor,
         is_live: bool | Tensor,
     ) -> None:
-        """Store some tokens of one call for comparison.
-
-        Args:
-            where: layer and microbatch, for error messages.
-            router: the router that was called.
-            logits_TE: live logits.
-            gates_TE: gates returned by the router.
-            used_TE: experts that the tokens go to.
-            row_n: the tokens to compare, on the device.
-            is_live: whether routing was live, for all of these tokens or as a mask.
+        """Store the tokens `row_n` of one call for comparison: live logits, the router's gates, and the experts used.
+        `where` names layer and microbatch in errors; `is_live` is for all of these tokens or a mask.
         """
         kept = [values.detach()[row_n] for values in (logits_TE, gates_TE, used_TE)]
         # A copy: finalize_model_grads updates the expert bias before the tokens are compared.
@@ -170,17 +162,9 @@ WRONG = (
 def wrong_tokens(
     router: TopKRouter, logits_nE: Tensor, gates_nE: Tensor, used_nE: Tensor, is_live_n: Tensor, bias_nE: Tensor | None
 ) -> Tensor:
-    """Mask `[3, n]`: True where a token's gates, number of experts, or live choice (the order of WRONG) are wrong.
-
-    Tokens with logits that are not finite are never wrong.
-
-    Args:
-        router: a router; all `n` tokens must come from routers of its kind.
-        logits_nE: live logits.
-        gates_nE: gates returned by the routers.
-        used_nE: experts that the tokens go to.
-        is_live_n: whether routing was live.
-        bias_nE: bias added to the scores for the choice (`expert_bias`), if the routers have it.
+    """Mask `[3, n]`: True where a token's gates, number of experts, or live choice (the order of WRONG) are wrong;
+    never True if its logits are not finite. All tokens come from routers of `router`'s kind; `bias_nE` is their expert
+    bias, if any.
     """
     has_capacity = router.config.moe_expert_capacity_factor is not None
     expected_nE, given_nE = definition_of_gates(router, logits_nE, used_nE), gates_nE.float()
@@ -226,18 +210,12 @@ def definition_of_gates(router: TopKRouter, logits_nE: Tensor, used_nE: Tensor) 
 
 
 def labels_at_routers(layout: MicrobatchLayout, mesh: Mesh) -> tuple[Tensor, Tensor]:
-    """Return sample index and position of each token that this rank's routers see, int64 `[t]` on the CPU.
+    """Return sample index and position of each token that this rank's routers see, int64 `[t]` on the CPU; -1 for
+    padding.
 
-    This is a formula for the t-th token, whereas layouts.local_tokens slices and reorders whole tensors: each detects
-    mistakes in the other. A router sees `[s, B]` with B fastest; sequence parallelism gives it a contiguous part of s.
-    Context parallelism gives rank r of C the pieces r and 2 C - 1 - r of the 2 C pieces of each span.
-
-    Args:
-        layout: layout of the whole microbatch.
-        mesh: the mesh that divides it.
-
-    Returns:
-        Index among the microbatch's samples, and position in the sample; both are -1 for padding.
+    This is a formula for the t-th token, whereas layouts.local_tokens slices whole tensors: each detects mistakes in
+    the other. A router sees `[s, B]` with B fastest; sequence parallelism gives it a contiguous part of s. Context
+    parallelism gives rank r of C the pieces r and 2 C - 1 - r of the 2 C pieces of each span.
     """
     spans = [span for span in layout.spans if span.num_positions]
     num_rows = 1 if layout.packed else len(layout.rows)
@@ -301,18 +279,9 @@ class Witness:
         *,
         is_imposed: bool,
     ) -> None:
-        """Prepare to observe a pass.
-
-        Args:
-            chunks: this rank's pipeline chunks.
-            mesh: the mesh that runs the pass.
-            layouts: layout of each of this rank's microbatches.
-            layers: layers of this rank that have routers.
-            num_experts: number of experts per layer, E.
-            missing_positions: function of a sample's index and number of tokens that returns the positions without
-                routes; these must be routed live.
-            seed: number that selects the sampled tokens, such as the policy version.
-            is_imposed: whether routes are imposed in the pass; if not, all tokens must be routed live.
+        """Prepare to observe a pass over this rank's `layers` with routers. `missing_positions(sample, num_tokens)`
+        returns the positions without routes, which must be routed live; unless `is_imposed`, all must be. `seed`
+        selects the sampled tokens.
         """
         self._chunks, self._mesh, self._layers = chunks, mesh, tuple(layers)
         self._device = next(chunks[0].parameters()).device
@@ -412,7 +381,6 @@ class Witness:
         return WitnessedMicrobatch(samples, sample_index_t, position_t, is_counted_t, sampled_n, is_live_n)
 
     def _on_input(self, chunk: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Hash the token ids that the chunk received, at the positions given by the layout."""
         if chunk not in self._in_forward:
             return  # the routers will refuse to answer
         microbatch = self._microbatches[self._in_forward[chunk]]
@@ -458,7 +426,6 @@ class Witness:
         return on_call
 
     def _used_checksums(self, layer: int, microbatch: WitnessedMicrobatch, used_TE: Tensor) -> Tensor:
-        """Return the checksum of the used experts of each sample, int64 `[N]`."""
         assert microbatch.token_hashes_t is not None and microbatch.target_t is not None
         # -1 & hash is the hash, 0 & hash is 0: multiplying bool by int64 takes ten times as long.
         hashes_TE = used_TE.long().neg_() & self._expert_hashes[layer]
@@ -469,7 +436,6 @@ class Witness:
     def _add_derivative(
         self, layer: int, router: TopKRouter, logits: Tensor, gates_TE: Tensor, used_TE: Tensor, row_n: Tensor
     ) -> None:
-        """Compare the derivative of sampled tokens' gates with the derivative of the definition."""
         # Any direction that is not constant will do: the gates of a token sum to a constant.
         number_n = torch.arange(len(row_n) * gates_TE.shape[1], device=gates_TE.device)
         direction_nE = (12.9898 * number_n).sin().view(len(row_n), -1)
@@ -527,17 +493,9 @@ class Witness:
 
 @contextmanager
 def proving(chunks: Sequence[nn.Module], *, is_imposed: bool) -> Iterator[None]:
-    """Context for a pass; collective over the world on exit: check that the pass imposed routes, or that it did not.
-
-    This checks the pass independently of the routing that it ran with. The tape's witness checks that the imposed
-    experts were used; without a tape, a few tokens of each call must go to the experts with the best scores.
-
-    Args:
-        chunks: this rank's pipeline chunks.
-        is_imposed: whether the pass must impose routes on every router.
-
-    Raises:
-        RoutingError: on all ranks, naming the layers.
+    """Context for a pass; collective over the world on exit: check that the pass imposed routes on every router, or on
+    none. Without a tape, a few tokens of each call must go to the experts with the best scores. Raises RoutingError on
+    all ranks.
     """
     wrong_layers: set[int] = set()
     tokens = SampledTokens()
@@ -579,7 +537,6 @@ def _as_shares(gates_nE: Tensor) -> Tensor:
 
 
 def _scores_of_choice(router: TopKRouter, logits_nE: Tensor, bias_nE: Tensor | None) -> Tensor:
-    """Return the scores whose top-k a router selects."""
     logits_nE = logits_nE.float()
     if router.score_function == "softmax":
         return logits_nE.softmax(1) if router.config.moe_router_pre_softmax else logits_nE
