@@ -27,10 +27,8 @@ RANDOM = "mcore_rl.random_states"
 
 
 def full_state(state: TrainState) -> dict[str, Any]:
-    """Collective over the mesh: return everything that a resumed run needs, as shards and common values.
-
-    If checkpoints have only adapters, the base's weights are left out. The common values are copies; the shards of
-    weights share the weights' memory.
+    """Collective over the mesh: return everything that a resumed run needs, without the base's weights if checkpoints
+    have only adapters. The common values are copies; the shards of weights share the weights' memory.
     """
     weights, moments = _sharded(state)
     if state.config.checkpoint.weights == "adapters":
@@ -88,10 +86,8 @@ def _wanted(state: TrainState, stored: StoredCheckpoint) -> dict[str, Any]:
 
 
 def load_full_state(state: TrainState, stored: StoredCheckpoint) -> list[str]:
-    """Collective over the mesh: load a checkpoint into `state`.
-
-    Returns:
-        Log lines about differences from the saved run.
+    """Collective over the mesh: load a checkpoint into `state`, and return log lines about differences from the saved
+    run.
     """
     assert stored.marker is not None
     is_same_mesh = stored.marker.mesh == describe_mesh(state.mesh)
@@ -128,7 +124,6 @@ def load_full_state(state: TrainState, stored: StoredCheckpoint) -> list[str]:
 
 
 def _put_optimizer(state: TrainState, loaded: dict[str, Any]) -> None:
-    """Load moments, main weights, step count and schedule position. Settings come from the config."""
     inner = state.optimizer.chained_optimizers
     parts = _parts(state, loaded["optimizer"])
     # Megatron would take rates, betas and decay from the checkpoint's parameter groups, or fail if they do not match.

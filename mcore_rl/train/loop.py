@@ -41,7 +41,6 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 
 class StopRequest:
     """Context in which STOP_SIGNALS are recorded as requests instead of ending the process; a file is a request too.
-
     SIGINT (Ctrl-C) is recorded only from the first step on: before it nothing can be lost, and the user is waiting.
     """
 
@@ -82,10 +81,8 @@ class StopRequest:
 
 
 class TimedGarbage:
-    """Context in which garbage is collected only between units of work, not within them.
-
-    Python collects after a number of allocations, on each rank at a different time, and all ranks then wait for that
-    rank in the next collective.
+    """Context in which garbage is collected only between units of work. Python would collect on each rank at a
+    different time, and all ranks would wait for it in the next collective.
     """
 
     def __init__(self, interval: int | None) -> None:
@@ -119,10 +116,8 @@ class TimedGarbage:
 
 
 def global_batch_at(train: TrainConfig, consumed_samples: int) -> int:
-    """Return the number of sequences in the step that begins after `consumed_samples` sequences.
-
-    The batch grows from ramp_start in equal stages to global_batch, as with Megatron-LM's --rampup-batch-size: each
-    increment lasts for ramp_samples / number of increments.
+    """Return the number of sequences in the step that begins after `consumed_samples` sequences. The batch grows from
+    ramp_start in equal stages to global_batch over ramp_samples, as with Megatron-LM's --rampup-batch-size.
     """
     if train.ramp_start is None or train.ramp_increment is None or train.ramp_samples is None:
         return train.global_batch  # the checks refuse a ramp with a missing field
@@ -161,11 +156,8 @@ class Run:
     request: StopRequest
 
     def stop_reason(self) -> str | None:
-        """Collective over the world, between steps: return why the run ends at this step, the same on all ranks; None
-        if it does not end.
-
-        Raises:
-            CheckpointError: if another attempt has become the writer of the folder.
+        """Collective over the world, between steps: return why the run ends at this step, or None, the same on all
+        ranks. Raises CheckpointError if another attempt has become the writer of the folder.
         """
         self.watchdog.begin("step")
         if self.state.platform.rank == 0:
@@ -278,12 +270,8 @@ class GivenDataTrainer(Trainer):
     """Trains on given, not generated, data: a unit of work is an optimizer step."""
 
     def __init__(self, run: Run, seq_length: float) -> None:
-        """Prepare this rank to train.
-
-        Args:
-            run: The run, open on all ranks.
-            seq_length: Sequence length for attention's FLOPs; with packed sequences, the mean over tokens of the length
-                of their sequence.
+        """Prepare this rank to train. `seq_length` is for attention's FLOPs: with packed sequences, the mean over
+        tokens of the length of their sequence.
         """
         super().__init__(run)
         state, config = run.state, run.state.config
@@ -339,16 +327,9 @@ class SupervisedTrainer(GivenDataTrainer):
         valid: SampleDataset | None = None,
         test: SampleDataset | None = None,
     ) -> None:
-        """Prepare this rank to train.
-
-        Args:
-            run: The run, open on all ranks.
-            head: The training objective.
-            train: Samples for all steps, by index; every rank reads its data-parallel share.
-            seq_length: Sequence length for attention's FLOPs; with packed sequences, the mean over tokens of the length
-                of their sequence.
-            valid: Samples for every evaluation, if any.
-            test: Samples for the evaluation after the last step, if any.
+        """Prepare this rank to train. Every rank reads its data-parallel share of `train`, which has samples for all
+        steps; `valid` is for every evaluation, `test` for the one after the last step. `seq_length` is
+        GivenDataTrainer's.
         """
         super().__init__(run, seq_length)
         self._head = head

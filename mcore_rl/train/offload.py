@@ -38,7 +38,6 @@ class StoredBytes:
     """Room for bytes of a device: on it, or in main memory, which is page-locked with CUDA."""
 
     def __init__(self, num_bytes: int, store: Store, device: torch.device) -> None:
-        """Allocate it."""
         self.num_bytes = num_bytes
         if store == "device":
             self._pieces = [torch.empty(num_bytes, dtype=torch.uint8, device=device)]
@@ -62,10 +61,8 @@ class StoredBytes:
 
 
 class WaitingMemory:
-    """Memory of tensors that is on the device only inside `present`.
-
-    Storages are resized to 0 bytes but kept, so that all their views stay valid: Megatron has views of a flat buffer
-    for each weight and for the optimizer's part of it.
+    """Memory of tensors that is on the device only inside `present`. Storages are resized to 0 bytes but kept, so that
+    Megatron's views of its flat buffers stay valid.
     """
 
     def __init__(
@@ -77,14 +74,9 @@ class WaitingMemory:
         changes: bool = True,
         is_scratch: bool = False,
     ) -> None:
-        """Prepare; nothing moves before `leave`.
-
-        Args:
-            tensors: returns the current tensors. Tensors on another device and empty tensors are left alone.
-            store: where to store the bytes.
-            device: the device that the bytes leave.
-            changes: whether the tensors may change while present; otherwise they are stored only once.
-            is_scratch: whether to discard the bytes, because they are always written before they are read.
+        """Prepare; nothing moves before `leave`. `tensors` returns the current tensors; those on another device are
+        left alone. Unless `changes`, bytes are stored only once; `is_scratch` discards them, as they are written before
+        they are read.
         """
         self._tensors, self._store, self._device = tensors, store, device
         self._changes, self._is_scratch = changes, is_scratch
@@ -144,9 +136,8 @@ class WaitingMemory:
 
 
 class Residence:
-    """Decides which of a trained model's weights, gradients and optimizer state are on the device.
-
-    Gradients are not stored, because each step begins by zeroing them.
+    """Decides which of a trained model's weights, gradients and optimizer state are on the device. Gradients are not
+    stored, because each step begins by zeroing them.
     """
 
     def __init__(
@@ -158,14 +149,8 @@ class Residence:
         *,
         weights_stay: bool,
     ) -> None:
-        """Move all of it off the device, unless `store` is "device".
-
-        Args:
-            chunks: the model's parts on this rank.
-            optimizer: its optimizer.
-            store: where to store weights and optimizer state.
-            device: the device.
-            weights_stay: whether the weights stay on the device, because most phases read them.
+        """Move all of it off the device, unless `store` is "device". With `weights_stay` the weights stay, because most
+        phases read them.
         """
         store = store_on(device, store)
         self.moves = store != "device"

@@ -63,10 +63,7 @@ def build_optimizer(
 
 def _be_precision_aware(settings: OptimizerConfig, config: OptimConfig) -> None:
     """Set the fields of Megatron's precision-aware optimizer, bypassing its check, which accepts only
-    TransformerEngine's Adam.
-
-    Raises:
-        ConfigError: The Adam that Megatron uses on this machine supports only fp32 moments.
+    TransformerEngine's Adam. Raises ConfigError if the Adam on this machine supports only fp32 moments.
     """
     if not set(PRECISION_AWARE) <= inspect.signature(megatron_optimizer.Adam).parameters.keys():
         raise ConfigError(
@@ -138,11 +135,7 @@ def settle_loaded_step(optimizer: MegatronOptimizer) -> None:
 
 def decays(config: OptimConfig, param: torch.Tensor, name: str) -> bool:
     """Return whether weight decay applies: always to matrices, and to embeddings and query/key norms by the config.
-
-    Args:
-        config: The config of the optimizer.
-        param: The parameter, or a rank's part of it; experts may be stacked in a tensor.
-        name: Its name in the chunk.
+    `param` may be a rank's part, with experts stacked in a tensor; `name` is its name in the chunk.
     """
     if any(norm in name for norm in QK_NORMS):
         return config.decay_qk_norms
@@ -153,10 +146,9 @@ def decays(config: OptimConfig, param: torch.Tensor, name: str) -> bool:
 
 
 def build_schedule(config: OptimConfig, optimizer: MegatronOptimizer, steps: int) -> OptimizerParamScheduler:
-    """Build the learning-rate schedule: linear warm-up, then the configured shape, in optimizer steps.
-
-    Step t = 1, 2, ... of a warm-up over W steps has rate lr x t / W, so that the first step learns. Megatron counts
-    from 0: it starts at `init_lr` = lr / W and reaches the full rate after `lr_warmup_steps` = W - 1.
+    """Build the learning-rate schedule: linear warm-up, then the configured shape, in optimizer steps. Step t = 1, 2,
+    ... of a warm-up over W steps has rate lr x t / W. Megatron counts from 0, so `init_lr` = lr / W and
+    `lr_warmup_steps` = W - 1.
     """
     wsd_decay_steps = max(1, steps // 10) if config.wsd_decay_steps == "auto" else config.wsd_decay_steps
     return OptimizerParamScheduler(

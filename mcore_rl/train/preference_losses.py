@@ -46,13 +46,8 @@ LOSSES: dict[DPOKind, Callable[[Tensor], Tensor]] = {
 def expected_loss(
     loss: Callable[[Tensor], Tensor], difference_P: Tensor, target_P: Tensor, probability_P: Tensor
 ) -> Tensor:
-    """Return the loss of each pair, averaged over both labels: p f(d - t) + (1 - p) f(-d - t).
-
-    Args:
-        loss: The loss f of a pair with the better answer first.
-        difference_P: Difference d of the two rewards.
-        target_P: Desired margin t of the better answer.
-        probability_P: Probability p that the first answer is better; may be outside 0 ... 1 to remove a bias.
+    """Return the loss of each pair, averaged over both labels: p f(d - t) + (1 - p) f(-d - t). d is the first reward
+    minus the second, t the desired margin of the better answer, and p may be outside 0 ... 1 to remove a bias.
     """
     right_P, wrong_P = loss(difference_P - target_P), loss(-difference_P - target_P)
     return probability_P * right_P + (1 - probability_P) * wrong_P
@@ -99,16 +94,9 @@ def pair_losses(
     probabilities_P: Tensor,
     config: DPOSection,
 ) -> PairLosses:
-    """Return the loss of each pair that `config` selects.
-
-    Args:
-        logprobs_N: Logprob of each whole answer under the model, in nats.
-        reference_logprobs_N: The same under the reference; None for losses without a reference.
-        lengths_N: Number of tokens of each answer.
-        pairs_P2: Chosen and rejected answer of each pair.
-        margins_P: Margin of each pair in the data.
-        probabilities_P: Probability that a pair's chosen answer is better.
-        config: The loss and its constants.
+    """Return the loss of each pair `[chosen, rejected]` that `config` selects, from logprobs of whole answers in nats;
+    reference logprobs are None for losses without a reference. Probabilities are those that the chosen answer is
+    better.
     """
     assert config.uses_reference == (reference_logprobs_N is not None), config.loss
     gained_N = logprobs_N if reference_logprobs_N is None else logprobs_N - reference_logprobs_N

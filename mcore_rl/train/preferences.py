@@ -53,12 +53,9 @@ class ReferenceOrigin:
 
 
 def find_origin(config: DPOConfig, folder: RunFolder) -> ReferenceOrigin:
-    """Return the reference of the run: the recorded reference if the run resumes, otherwise the config's, which is
-    recorded. Only the writer of the folder may call this.
-
-    Raises:
-        CheckpointError: There is no such checkpoint, or the record of a resumed run is missing.
-        ConfigError: A resumed run names a different reference than at its first start.
+    """Return the run's reference: the recorded one if the run resumes, else the config's, which is then recorded; only
+    the writer of the folder may call this. Raises CheckpointError if there is no such checkpoint or record, ConfigError
+    if a resumed run names another reference than at its first start.
     """
     record = folder.path / RECORD
     setting = config.dpo.reference or ""
@@ -186,10 +183,9 @@ class PreferenceMicrobatch(PackedMicrobatch):
     labels."""
 
     def sequence_sums(self, values_T: Tensor, cp: Axis) -> Tensor:
-        """Collective over `cp` (in the forward pass only): sum `[T]` over each whole sequence, float64 `[N]`.
-
-        Every rank of `cp` gets the whole sum, with the gradient of its own part. If all ranks compute a loss from the
-        sums, its gradients added up over the ranks equal the gradient on a single rank.
+        """Collective over `cp` (in the forward pass only): sum `[T]` over each whole sequence, float64 `[N]`. Every
+        rank of `cp` gets the sum with the gradient of its own part; added up over the ranks, gradients equal those on a
+        single rank.
         """
         # Padding belongs to sequence 0, with values of 0. Without sequences a dummy sequence takes it: a microbatch of
         # only padding has no sums, but still a graph that leads back to the model.
@@ -209,14 +205,8 @@ class PreferenceMicrobatch(PackedMicrobatch):
 def localize_preferences(
     packed: PackedPreferences, cp: Axis, device: torch.device, reference_logprobs: Tensor | None = None
 ) -> PreferenceMicrobatch:
-    """Return this rank's part of a packed microbatch.
-
-    Args:
-        packed: The whole microbatch, on the CPU.
-        cp: The context-parallel axis, over which each sequence is divided.
-        device: Device of the model.
-        reference_logprobs: float64, logprob of each sequence of the Preferences under the reference. None without a
-            reference.
+    """Return this rank's part of a packed microbatch on the CPU, moved to `device`. `reference_logprobs`, float64, has
+    the logprob of each sequence of the Preferences under the reference; None without a reference.
     """
     spans = packed.microbatch.packed
     assert spans is not None, "preferences are packed"
@@ -261,15 +251,7 @@ class PreferenceSource:
     def __init__(
         self, preferences: Preferences, limits: PackingLimits, *, seed: int, pad_id: int, weights: Sequence[float] = ()
     ) -> None:
-        """Prepare the source.
-
-        Args:
-            preferences: The data.
-            limits: The limits of packed sequences.
-            seed: Seed of the order.
-            pad_id: Padding token.
-            weights: Weight of each file in the mixture; empty: every group once per epoch.
-        """
+        """Prepare the source. `weights` are the files' weights in the mixture; empty: every group once per epoch."""
         self.preferences = preferences
         self.order = PreferenceOrder(preferences, seed=seed, weights=weights)
         self._limits = limits
@@ -331,14 +313,6 @@ class PreferenceTrainer(GivenDataTrainer):
     def __init__(
         self, run: Run, head: PreferenceHead, *, train: PreferenceSource, valid: PreferenceSource | None
     ) -> None:
-        """Prepare this rank to train.
-
-        Args:
-            run: The run, open on all ranks.
-            head: The objective.
-            train: Training pairs.
-            valid: Evaluation pairs, if any.
-        """
         super().__init__(run, train.mean_length)
         self._head, self._train, self._valid = head, train, valid
 
@@ -459,17 +433,8 @@ def answer_logprobs(
     groups_at_a_time: int,
     before_each: Callable[[], None],
 ) -> Tensor:
-    """Collective over the world: return the logprob of every answer in `source` under the current weights.
-
-    Args:
-        state: The model.
-        source: The data.
-        head: The head of the passes.
-        groups_at_a_time: Number of groups in a pass, over all ranks.
-        before_each: Called before each pass.
-
-    Returns:
-        float64 `[sequences]` in nats on the CPU, the same on all ranks.
+    """Collective over the world: return the logprob of every answer in `source` under the current weights, float64
+    `[sequences]` in nats on the CPU, the same on all ranks. A pass has `groups_at_a_time` groups over all ranks.
     """
     mesh, device = state.mesh, state.platform.device
     logprobs = torch.zeros(len(source.preferences.starts_N) - 1, dtype=torch.float64, device=device)

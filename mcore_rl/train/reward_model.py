@@ -32,14 +32,8 @@ def pair_losses(
 ) -> Tensor:
     """Return the loss of each pair in nats, `[P]` (arXiv 2203.02155, eq. 1; with a margin 2307.09288, eq. 2).
 
-    Args:
-        chosen_P: Score of the chosen answer.
-        rejected_P: Score of the rejected answer.
-        margins_P: Margin by which the better answer's score should be larger.
-        probabilities_P: Probability that the chosen answer is better; 0.5 for a tie.
-        label_smoothing: Probability that a label is flipped.
-        centering_coeff: Weight of (chosen + rejected)^2, which fixes the mean of the scores, because score differences
-            do not (arXiv 2312.09244).
+    `probabilities_P` is 0.5 for a tie; `label_smoothing` is the probability that a label is flipped. `centering_coeff`
+    weighs (chosen + rejected)^2, which fixes the mean of the scores (arXiv 2312.09244).
     """
     difference_P = chosen_P - rejected_P
     is_right_P = (1 - label_smoothing) * probabilities_P + label_smoothing * (1 - probabilities_P)
@@ -51,13 +45,8 @@ def pair_losses(
 def pair_statistics(
     rewards_N: Tensor, pairs_P2: Tensor, probabilities_P: Tensor, lengths_N: Tensor
 ) -> dict[str, Tensor]:
-    """Return the sums for `reward_metrics`, float64 scalars.
-
-    Args:
-        rewards_N: Score of each sequence, float64.
-        pairs_P2: Chosen and rejected sequence of each pair.
-        probabilities_P: Probability that the chosen answer is better; ties have no correct order.
-        lengths_N: Number of tokens of each answer.
+    """Return the sums for `reward_metrics`, float64 scalars. `probabilities_P` are those that the chosen answer is
+    better; ties have no correct order.
     """
     chosen_P, rejected_P = pairs_P2.unbind(1)
     lengths_N = lengths_N.double()
@@ -136,12 +125,8 @@ def calibration_table(sums: dict[str, float]) -> list[dict[str, float]]:
 
 def step_losses(scores_T: Tensor, labels_T: Tensor, *, label_smoothing: float) -> Tensor:
     """Return the cross entropy of each step's label in nats, `[T]`, where sigmoid(score) is the predicted probability
-    that the step is correct (arXiv 2305.20050); 0 where the label is NaN.
-
-    Args:
-        scores_T: Score at each position.
-        labels_T: Probability that the step that ends at a position is correct; NaN where no step ends.
-        label_smoothing: Probability that a label is wrong.
+    that the step is correct (arXiv 2305.20050). Labels are probabilities, and NaN where no step ends: the loss is 0
+    there.
     """
     # A NaN must not reach the product: its gradient would be NaN too.
     right_T = (1 - label_smoothing) * labels_T.nan_to_num(0.5) + label_smoothing * (1 - labels_T.nan_to_num(0.5))
@@ -187,9 +172,7 @@ class RewardHead:
         return microbatch.num_pairs(self._cp)
 
     def __call__(self, microbatch: PreferenceMicrobatch, output: Tensor) -> HeadOutput:
-        """Collective over the context-parallel ranks: return the loss of one microbatch from scores `[1, T, 1]`, with
-        sums over pairs and sequences as outputs.
-        """
+        """Collective over the context-parallel ranks: return the loss of one microbatch from scores `[1, T, 1]`."""
         rewards_N = self.rewards(microbatch, output)
         chosen_P, rejected_P = rewards_N[microbatch.pairs_P2].unbind(1)
         losses_P = pair_losses(
@@ -232,7 +215,7 @@ class StepRewardHead:
         return (~microbatch.labels_T.isnan()).sum().to(torch.int)
 
     def __call__(self, microbatch: PreferenceMicrobatch, output: Tensor) -> HeadOutput:
-        """Return the loss of one microbatch from scores `[1, T, 1]`, with sums over steps as outputs."""
+        """Return the loss of one microbatch from scores `[1, T, 1]`."""
         assert microbatch.labels_T is not None
         scores_T = output[0, :, 0].double()
         losses_T = step_losses(scores_T, microbatch.labels_T.double(), label_smoothing=self._config.label_smoothing)

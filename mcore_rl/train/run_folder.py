@@ -70,14 +70,12 @@ class RunFolder:
         return aside
 
     def claim(self) -> "Fence":
-        """Collective over the world: make this run the only writer of the folder, and delete an earlier STOP.
+        """Collective over the world: make this run the only writer of the folder, and delete an earlier STOP. An
+        earlier attempt of the same Slurm job is taken over wherever it runs, and so is a process on another host. A
+        writer that was taken over notices after its current step.
 
-        An earlier attempt of the same Slurm job is taken over wherever it runs, and so is a process on another host,
-        which cannot be checked. A writer that was taken over notices after its current step.
-
-        Raises:
-            CheckpointError: the writer is a live process on this host, or a later attempt of the same Slurm job (this
-                attempt is then an orphan); or the folder belongs to no run and has files that a run would replace.
+        Raises CheckpointError if the writer is a live process on this host or a later attempt of the same Slurm job, or
+        if the folder belongs to no run and has files that a run would replace.
         """
         self._fence = Fence(self._writer, on_rank_zero(self._claim))
         return self._fence

@@ -69,7 +69,6 @@ class _Save:
     """Seconds that training waited; None if it waited for the whole save."""
 
     def is_running(self) -> bool:
-        """Return whether this rank's part is still being written."""
         return self.writing is not None and self.writing.is_running()
 
     def written(self) -> WrittenFiles:
@@ -93,18 +92,15 @@ class Resumption:
 
 
 class Checkpoints:
-    """Saves and resumes a run. Every method except the constructor is collective over the world.
-
-    A CheckpointError from `save`, `poll` or `finish` leaves the training state, this object and earlier checkpoints
-    unchanged: training may continue, and a later save may succeed.
+    """Saves and resumes a run; every method except the constructor is collective over the world. After a
+    CheckpointError from `save`, `poll` or `finish` training may continue: its state and earlier checkpoints are
+    unchanged.
     """
 
     def __init__(
         self, state: TrainState, folder: Path, fence: Fence, inputs: Mapping[str, dict[str, str]] = MappingProxyType({})
     ) -> None:
-        """Take the run's state, its checkpoint folder, its right to write there, and its inputs, which are recorded and
-        compared on resume (checks/inputs.py).
-        """
+        """`inputs` are recorded in checkpoints, and compared on resume (checks/inputs.py)."""
         self._state = state
         self._inputs = inputs
         self._folder = folder
@@ -122,10 +118,8 @@ class Checkpoints:
         gc.freeze()
 
     def save(self) -> None:
-        """Save the current state. With asynchronous saving, `poll` or `finish` completes the checkpoint.
-
-        A state that is already saved is not saved again, unless its checkpoint is deleted. A save in progress is
-        awaited first.
+        """Save the current state, unless it is already saved, after any save in progress. With asynchronous saving,
+        `poll` or `finish` completes the checkpoint.
         """
         step = self._state.progress.step
         if self._pending is not None and step == self._pending.step:
@@ -146,9 +140,8 @@ class Checkpoints:
                 self._complete(save)
 
     def poll(self, *, blocking: bool = False) -> list[str]:
-        """Complete a save that all ranks have written and return log lines; called between steps.
-
-        Costs one all-reduce while a save is in progress, and nothing otherwise.
+        """Complete a save that all ranks have written and return log lines; called between steps. Costs one all-reduce
+        while a save is in progress, and nothing otherwise.
         """
         pending = self._pending
         if pending is not None:
@@ -173,11 +166,9 @@ class Checkpoints:
     def resume(self) -> Resumption:
         """Load this run's last checkpoint, or else config.checkpoint.load; return which, and the differences from it.
 
-        Raises:
-            CheckpointError: The checkpoint is incomplete, damaged, foreign, or of another model. With
-                `checkpoint.on_damaged` = "previous", damaged checkpoints of the run itself are skipped.
-            ConfigError: Settings that decide the data or random numbers differ from the checkpoint's, and
-                `checkpoint.allow_changes` does not name them.
+        Raises CheckpointError if it is incomplete, damaged, foreign, or of another model (with `checkpoint.on_damaged`
+        = "previous", the run's own damaged checkpoints are skipped), and ConfigError if changed settings decide the
+        data or random numbers and `checkpoint.allow_changes` does not name them.
         """
         config = self._state.config.checkpoint
         self._lines += on_rank_zero(self._clean)
@@ -281,10 +272,8 @@ class Checkpoints:
         return Resumption(source=stored.path, changes=tuple(map(str, changes)))
 
     def _take_base(self, stored: StoredCheckpoint, *, is_own: bool) -> None:
-        """Record the base checkpoint, with the weights that this run's checkpoints leave out: the base of the loaded
-        checkpoint or, in a new run from a checkpoint with all weights, the loaded checkpoint itself.
-
-        Raises ConfigError if a checkpoint of this run (`is_own`) has all weights.
+        """Record the checkpoint with the weights that this run's checkpoints leave out: the loaded checkpoint's base
+        or, in a new run, itself. Raises ConfigError if a checkpoint of this run (`is_own`) has all weights.
         """
         if self._state.config.checkpoint.weights == "all":
             return
@@ -475,7 +464,6 @@ class Checkpoints:
         return self._last_complete()
 
     def _last_complete(self) -> str:
-        """Return a sentence about the last complete checkpoint, on rank 0."""
         complete = complete_in(self._folder)
         return f"The last complete checkpoint is {complete[-1]}" if complete else "There is no complete checkpoint"
 

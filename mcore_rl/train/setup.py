@@ -69,9 +69,7 @@ def user_buffer_shape(train: TrainConfig, length: int, cp: int, hidden_size: int
 def _set_up_model(
     config: RunConfig, platform: Platform, mesh: Mesh, steps: int, *, store: Store, weights_stay: bool
 ) -> TrainState:
-    """Collective over the world: build a model on the mesh, its optimizer, and a schedule over `steps`, and move its
-    memory to `store`.
-    """
+    """Collective over the world: build a model, its optimizer and its schedule, and move its memory to `store`."""
     bare = build_model(config.model, mesh, platform, config.platform)
     freeze(bare, trains_routers=not config.freezes_router, trains_mtp=config.trains_mtp)
     if config.lora.is_on:
@@ -97,11 +95,9 @@ def _set_up_model(
 
 
 def freeze(chunks: Sequence[nn.Module], *, trains_routers: bool, trains_mtp: bool) -> None:
-    """Freeze the parts of the model that are not trained, before the optimizer is built.
-
-    These are the routers, if so configured: their weights, and their expert biases, which Megatron updates from the
-    load after each step. And multi-token-prediction layers that no pass uses: an optimizer would decay them, and an
-    overlapped reduction would wait for their gradients.
+    """Freeze what is not trained, before the optimizer is built: routers, with the expert biases that Megatron updates
+    from the load, and multi-token-prediction layers that no pass uses, which an optimizer would decay and an overlapped
+    reduction would wait for.
     """
     for chunk in chunks:
         model = unwrap(chunk)

@@ -74,12 +74,8 @@ class Gradients:
 
 
 def train_step(state: TrainState, microbatches: Sequence[Input], head: Head[Input]) -> StepReport:
-    """Collective over the mesh: take one optimizer step.
-
-    Args:
-        state: The model in training; weights, optimizer, schedule and `progress.step` change.
-        microbatches: This data-parallel rank's share of the batch, the same number on every rank.
-        head: The objective.
+    """Collective over the mesh: take one optimizer step on this data-parallel rank's share of the batch, the same
+    number of microbatches on every rank. Weights, optimizer, schedule and `progress.step` change.
     """
     return optimizer_step(state, compute_gradients(state, microbatches, head))
 
@@ -146,15 +142,8 @@ def current_learning_rate(state: TrainState) -> float:
 
 
 def world_sums(outputs: Sequence[dict[str, Tensor]], mesh: Mesh, device: torch.device) -> dict[str, float]:
-    """Collective over the mesh: reduce scalars over microbatches and data- and context-parallel ranks.
-
-    Args:
-        outputs: Outputs of the head for each microbatch, scalars; [] before the last pipeline stage.
-        mesh: The mesh.
-        device: Device of the reductions.
-
-    Returns:
-        The sum for each name in float64, or the maximum for names that begin with MAX; the same on all ranks.
+    """Collective over the mesh: reduce scalars over microbatches and data- and context-parallel ranks to float64 sums,
+    or maxima for names that begin with MAX, the same on all ranks. `outputs` is [] before the last pipeline stage.
     """
     values: dict[str, float] = {}
     if mesh.is_last_stage:
@@ -178,10 +167,8 @@ def world_sums(outputs: Sequence[dict[str, Tensor]], mesh: Mesh, device: torch.d
 
 
 def refuse_no_gradient(report: StepReport, step: int) -> None:
-    """Raise a TrainingError if the gradient is zero although the loss has a signal: nothing would be trained.
-
-    A cross entropy always has a signal. A loss with the output SIGNAL has a signal where this is not 0: without
-    advantages, or with all tokens clipped, a policy's gradient is rightly 0.
+    """Raise a TrainingError if the gradient is zero although the loss has a signal, as a cross entropy always has. A
+    policy's gradient is rightly 0 without advantages or with all tokens clipped: the output SIGNAL is then 0.
     """
     if report.grad_norm == 0 and report.sums.get(SIGNAL, report.loss):
         raise TrainingError(
