@@ -43,9 +43,8 @@ class BatchTotals(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyMicrobatch(PackedMicrobatch):
-    """One packed sequence of samples, reduced to the `T` positions on this context-parallel rank.
-
-    Index t of a tensor `[T]` belongs to token t + 1, which is predicted at position t.
+    """One packed sequence of samples, reduced to the `T` positions on this context-parallel rank. Index t of a tensor
+    `[T]` belongs to token t + 1, which is predicted at position t.
     """
 
     samples: tuple[int, ...]
@@ -133,9 +132,8 @@ class Minibatch:
     """Whether the old policy itself makes its only update, without an earlier pass for old logprobs."""
 
     def with_numbers(self, field: str, numbers: Sequence[Tensor]) -> "Minibatch":
-        """Return the minibatch with a tensor `[T]` per microbatch, such as logprobs, stored in `field`.
-
-        Stages before the last compute no output: they pass an empty sequence and get the same minibatch back.
+        """Return the minibatch with a tensor `[T]` per microbatch, such as logprobs, stored in `field`. Stages before
+        the last compute no output: they pass an empty sequence and get the same minibatch back.
         """
         if not numbers:
             return self
@@ -146,9 +144,8 @@ class Minibatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advantages:
-    """Advantages of the samples that this rank trains on.
-
-    Index t of a tensor `[positions]` belongs to token t + 1 of the sample, which is predicted at position t.
+    """Advantages of the samples that this rank trains on. Index t of a tensor `[positions]` belongs to token t + 1 of
+    the sample, which is predicted at position t.
     """
 
     of_samples: Mapping[int, Tensor]
@@ -189,10 +186,8 @@ def evaluating(chunks: Sequence[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def without_capacity(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Context without a limit on the experts' capacity, for generation.
-
-    A capacity counts the tokens of a forward pass, so a completion would depend on the requests that happen to be in
-    the same batch. Inference servers do not drop tokens either.
+    """Context without a limit on the experts' capacity, for generation: a completion must not depend on other requests
+    in its batch, and inference servers do not drop tokens either.
     """
     configs = {id(router.config): router.config for chunk in chunks for _, router in routers(chunk)}
     factors = {key: config.moe_expert_capacity_factor for key, config in configs.items()}
@@ -313,15 +308,8 @@ def exchange_samples(
     dp_cp: Axis,
     device: torch.device,
 ) -> dict[int, TrainedSample]:
-    """Collective over `dp_cp`: bring each sample from the replica that generated it to the ranks that train on it.
-
-    Args:
-        generated: this replica's samples, by index.
-        shapes: shapes of all samples, the same on all ranks, so that no sizes are sent.
-        wanted: sample indices for every rank of `dp_cp`.
-
-    Returns:
-        The samples of `wanted[dp_cp.rank]`, by index.
+    """Collective over `dp_cp`: bring each sample from the replica that generated it to the ranks that train on it;
+    return those of `wanted[dp_cp.rank]`, by index. `shapes` has all samples on every rank, so that no sizes are sent.
     """
     if dp_cp.size == 1:
         return {index: generated[index] for index in wanted[0]}
@@ -357,10 +345,8 @@ def exchange_samples(
 
 
 def layout_of(microbatch: PolicyMicrobatch | LocalMicrobatch, *, of_engine: bool = False) -> MicrobatchLayout:
-    """Return the layout of a packed microbatch: the segments of its samples, then padding.
-
-    A text counts as padding: it has no routes to replay and is routed live. With `of_engine`, for the rollout engine's
-    routes, spans mark leading positions with routes of older weights.
+    """Return the layout of a packed microbatch: the segments of its samples, then padding; a text counts as padding and
+    is routed live. With `of_engine`, spans mark leading positions with the engine's routes of older weights.
     """
     row_length = microbatch.shape[1]
     if isinstance(microbatch, LocalMicrobatch):
@@ -373,9 +359,8 @@ def layout_of(microbatch: PolicyMicrobatch | LocalMicrobatch, *, of_engine: bool
 
 
 class LogprobHead(ReadsDeferredLogits):
-    """Outputs `logprobs` `[T]` of completion tokens at the sampling temperature, in nats; zeros elsewhere.
-
-    Completions that are not trained on are included: a KL in the reward applies to every completion of a group.
+    """Outputs `logprobs` `[T]` of completion tokens at the sampling temperature, in nats; zeros elsewhere. Untrained
+    completions are included: a KL in the reward applies to every completion of a group.
     """
 
     wants_losses = False
@@ -414,9 +399,8 @@ class LogprobHead(ReadsDeferredLogits):
         ).cpu()
 
     def teacher_kl(self, microbatch: PolicyMicrobatch, output: Logits, *, limit_nats: float) -> Tensor | None:
-        """Collective over the tensor-parallel ranks: compute KL(policy || teacher) over the vocabulary, `[T]` with
-        gradient; None if the microbatch has no `teacher_vocabulary_Nv`. Each difference of logprobs is
-        limited to +-`limit_nats`.
+        """Collective over the tensor-parallel ranks: KL(policy || teacher) over the vocabulary, `[T]` with gradient;
+        None without `teacher_vocabulary_Nv`. Each difference of logprobs is limited to +-`limit_nats`.
         """
         if microbatch.teacher_vocabulary_Nv is None:
             return None

@@ -25,12 +25,8 @@ from mcore_rl.train.state import random_states, restore_random_states
 
 
 def model_to_freeze(path: Path, policy: ModelConfig) -> ModelConfig:
-    """Return the model config of a complete checkpoint, for use along with the policy.
-
-    Its token dispatcher is the policy's, because it runs on the policy's mesh and sequence lengths.
-
-    Raises:
-        CheckpointError: if the checkpoint is not complete.
+    """Return the model config of a checkpoint, with the policy's token dispatcher, because it runs on the policy's
+    mesh. Raises CheckpointError if the checkpoint is not complete.
     """
     stored = ModelConfig.model_validate_json(json.dumps(check(path).model))
     moe = stored.moe.model_copy(update={"dispatcher": policy.moe.dispatcher})
@@ -38,9 +34,8 @@ def model_to_freeze(path: Path, policy: ModelConfig) -> ModelConfig:
 
 
 class FrozenModel:
-    """A checkpoint's model, sharded over the policy's mesh: no gradients, no optimizer, live routing.
-
-    Low-rank adapters of the checkpoint stay beside its weights, so that nothing of them is rounded away.
+    """A checkpoint's model, sharded over the policy's mesh: no gradients, no optimizer, live routing. Low-rank adapters
+    of the checkpoint stay beside its weights, so that nothing of them is rounded away.
     """
 
     def __init__(
@@ -54,19 +49,9 @@ class FrozenModel:
         store: Store,
         verify_checksums: bool,
     ) -> None:
-        """Collective over the world: build the model and load its weights.
-
-        Args:
-            model: the model of the checkpoint.
-            path: the checkpoint.
-            mesh: the policy's mesh.
-            platform: this rank's platform.
-            settings: the section `platform`; recomputation is ignored, because there are no gradients.
-            store: where the weights are between passes; unless "device", only `installed` brings them to the device.
-            verify_checksums: whether to compare the checkpoint's files with their recorded checksums first.
-
-        Raises:
-            ConfigError: On all ranks: the checkpoint has low-rank adapters, which the run's layers cannot have.
+        """Collective over the world: build the checkpoint's `model` and load its weights, which are in `store` between
+        passes; unless "device", only `installed` brings them to the device. Recomputation in `settings` is ignored.
+        Raises ConfigError on all ranks if the checkpoint has low-rank adapters that the run's layers cannot have.
         """
         self._store = store
         settings = settings.model_copy(update={"recompute": "none"})

@@ -17,11 +17,9 @@ BLOCK = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cut:
-    """Temperature, and the set of tokens that may be drawn.
-
-    The set has the `top_k` likeliest tokens (0: all tokens); of these, the likeliest that together have the fraction
-    `top_p` of their probability; and of these, the tokens at least `min_p` times as likely as the likeliest token.
-    Ties with the last token of a set belong to the set.
+    """Temperature, and the set of tokens that may be drawn: the `top_k` likeliest (0: all); of these, the likeliest
+    that together have the fraction `top_p` of their probability; of these, the tokens at least `min_p` times as likely
+    as the likeliest. Ties with the last token of a set belong to the set.
     """
 
     temperature: float = 1.0
@@ -61,16 +59,10 @@ def draw(
     logits_Bv: Tensor, uniforms_B: Tensor, cut: Cut, tp: Axis, *, vocab_size: int, as_in_training: bool = False
 ) -> Drawn:
     """Collective over `tp`: draw a token for each row, the same on all ranks, by inverse transform sampling in order of
-    ids.
+    ids, with a number in (0, 1) per row. Ids from `vocab_size` on are padding and never drawn.
 
-    Args:
-        logits_Bv: this rank's slice of the logits, in any dtype.
-        uniforms_B: a number in (0, 1) for each row.
-        cut: temperature, and the tokens that may be drawn.
-        tp: the ranks over which the vocabulary is sharded.
-        vocab_size: number of valid ids; larger ids pad the vocabulary and are never drawn.
-        as_in_training: whether logprobs at the temperature are computed with the trainer's formula, which rounds
-            differently. With batch-invariant products they then equal the trainer's bit for bit.
+    With `as_in_training`, logprobs at the temperature have the trainer's formula, which rounds differently; with
+    batch-invariant products they equal the trainer's bit for bit.
     """
     first = tp.rank * logits_Bv.shape[1]
     ids_v = torch.arange(first, first + logits_Bv.shape[1], device=logits_Bv.device)
@@ -142,9 +134,8 @@ def _lowest_kept(scores_Bv: Tensor, cut: Cut, tp: Axis) -> Tensor:
 
 
 def _kept_logprobs(drawable_Bv: Tensor, weights_Bv: Tensor, tp: Axis) -> Tensor:
-    """Return the log of the probability mass that top-k, top-p and min-p keep, float64.
-
-    `drawable_Bv` equals `weights_Bv` for the tokens that may be drawn, and is 0 elsewhere.
+    """Return the log of the probability mass that top-k, top-p and min-p keep, float64. `drawable_Bv` equals
+    `weights_Bv` for the tokens that may be drawn, and is 0 elsewhere.
     """
     both_2B = torch.stack([each_Bv.sum(1, dtype=torch.float64) for each_Bv in (drawable_Bv, weights_Bv)])
     both_2B = _reduced(both_2B, dist.ReduceOp.SUM, tp).log()
@@ -179,10 +170,8 @@ def _passed(weights_BN: Tensor, goals_B1: Tensor) -> Tensor:
 
 
 def _logprobs(scores_Bv: Tensor, columns_B: Tensor, tp: Axis, weights_Bv: Tensor | None = None) -> Tensor:
-    """Return the logprob, float64, of each row's token under the softmax over all ranks.
-
-    `columns_B` is outside of this rank's slice if another rank has the token. `weights_Bv` is exp of the scores, if
-    already computed.
+    """Return the logprob, float64, of each row's token under the softmax over all ranks. `columns_B` is outside of this
+    rank's slice if another rank has the token; `weights_Bv` is exp of the scores, if already computed.
     """
     weights_Bv = scores_Bv.exp() if weights_Bv is None else weights_Bv
     here_B = (columns_B >= 0) & (columns_B < scores_Bv.shape[1])

@@ -31,10 +31,8 @@ from mcore_rl.train.step import StepReport, take_mtp_losses
 
 
 class RlTrainer(Trainer):
-    """Trains a policy by reinforcement learning.
-
-    A unit of work is a rollout batch. Only the weights outlive it, so a resumed run generates the next batch from the
-    same prompts, seeds and weights.
+    """Trains a policy by reinforcement learning; a unit of work is a rollout batch. Only the weights outlive it, so a
+    resumed run generates the next batch from the same prompts, seeds and weights.
     """
 
     def __init__(
@@ -77,10 +75,8 @@ class RlTrainer(Trainer):
         step_log.finished()
 
     def _learn_from(self, rollout: Rollout) -> None:
-        """Run the passes and updates of a rollout batch, and update the engine's weights.
-
-        Raises:
-            RefusedCompletionsError: on all ranks, before any update.
+        """Run the passes and updates of a rollout batch, and update the engine's weights. Raises
+        RefusedCompletionsError on all ranks, before any update.
         """
         learner, step_log = self.learner, self.step_log
 
@@ -101,7 +97,6 @@ class RlTrainer(Trainer):
             step_log.pushed(learner.after_updates(minibatches))
 
     def _evaluate(self, *, is_last: bool) -> None:
-        """Evaluate the policy on the held-out prompts and log the metrics."""
         if not self.held_out:
             return
         with self.state.timers.phase("eval"):
@@ -121,15 +116,11 @@ class ReportsSkip(Protocol):
 
 
 class StepLog:
-    """Logs the rollout batches of a trainer, which calls its methods in the order in which they stand here.
-
-    Every method is collective over the world, as metrics are gathered.
-    """
+    """Logs a trainer's rollout batches. Its methods are called in the order below, each collective over the world."""
 
     def __init__(
         self, run: Run, config: RlRunConfig, rollouts: Rollouts, learner: Learner, report_skip: ReportsSkip
     ) -> None:
-        """Observe `rollouts` and `learner`; `report_skip` is the trainer's."""
         self._run, self._state, self._config = run, run.state, config
         self._rollouts, self._learner, self._report_skip = rollouts, learner, report_skip
         advantage = config.rl.advantage
@@ -239,7 +230,6 @@ class StepLog:
             self._run.log.message(line)
 
     def _write(self, report: StepReport | None) -> None:
-        """Write the record of an update, then what there is to say about it."""
         step, learner = self._state.progress.step, self._learner
         self._run.log.write(step, self._metrics)
         self._metrics = []
@@ -312,9 +302,7 @@ class StepLog:
         return metrics
 
     def _waiting_metrics(self) -> Iterator[Metric]:
-        """Yield the bytes of frozen models between their passes, if there are any, and the bytes and time of moving the
-        trained models between stores.
-        """
+        """Yield the bytes of frozen models between passes, if any, and bytes and time of moving the trained models."""
         parts, models = self._learner.parts, self._rollouts.models
         waiting: list[WaitingBytes] = []
         if parts.reference is not None:

@@ -98,10 +98,8 @@ class Episode:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """Answer of an engine to a prompt. `logprobs_T[t]` belongs to `tokens_T[t]`.
-
-    With an environment, the completion is everything after the prompt: the policy's turns, and the environment's tokens
-    between them.
+    """Answer of an engine to a prompt. `logprobs_T[t]` belongs to `tokens_T[t]`. With an environment, the completion is
+    everything after the prompt: the policy's turns, and the environment's tokens between them.
     """
 
     text: str
@@ -158,17 +156,11 @@ class Completion:
 
 
 def grown_routes(before_TLK: Tensor | None, now_TLK: Tensor, num_before: int) -> Tensor:
-    """Return the routes of a completion or conversation after an engine has continued it.
+    """Return the routes of a completion or conversation after an engine has continued it: earlier rows stay, because a
+    logprob belongs to the experts that it was computed with, and tokens left out earlier stay without routes (-1).
 
-    A logprob belongs to the experts that it was computed with. Earlier rows therefore stay as they are, although the
-    engine has computed their tokens again, perhaps with newer weights. For the same reason tokens that were left out
-    earlier stay without routes (-1).
-
-    Args:
-        before_TLK: Rows that the engine returned earlier; None if it returned none.
-        now_TLK: Rows of the whole sequence. The first new row belongs to the last earlier token, which had entered no
-            layer before.
-        num_before: Number of tokens that had entered the layers before.
+    `now_TLK` has the whole sequence; its row `num_before`, the number of tokens that had entered the layers, is the
+    first new one and belongs to the last earlier token.
     """
     num_given = 0 if before_TLK is None else len(before_TLK)
     left_out_TLK = torch.full((num_before - num_given, *now_TLK.shape[1:]), -1, dtype=torch.int16)
@@ -310,10 +302,8 @@ class Signal:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rollout:
-    """The scored groups of a rollout batch. Completion g of group p is the sample with index p * G + g.
-
-    Groups and samples have the same indices on all ranks; texts, tokens and logprobs stay on the replica that generated
-    them until `exchange_samples`.
+    """The scored groups of a rollout batch. Completion g of group p is the sample with index p * G + g, on all ranks;
+    texts, tokens and logprobs stay on the replica that generated them until `exchange_samples`.
     """
 
     groups: dict[int, Group]

@@ -99,9 +99,8 @@ Work = Callable[[Any], Any]
 
 
 class WorkerPool:
-    """Forked processes that share jobs. A process is replaced if a job takes longer than `timeout_s`.
-
-    When a process ends, everything that it started ends too (`process_tree.supervise`).
+    """Forked processes that share jobs. A process is replaced if a job takes longer than `timeout_s`; when it ends,
+    everything that it started ends too (`process_tree.supervise`).
     """
 
     def __init__(
@@ -113,14 +112,9 @@ class WorkerPool:
         max_memory_gib: float | None = None,
         grace_s: float = GRACE_S,
     ) -> None:
-        """Start the processes.
-
-        Args:
-            work: function that a process runs on each job; an exception in it ends the process.
-            workers: number of processes.
-            timeout_s: time limit of a job in seconds.
-            max_memory_gib: GiB of address space that a process may use beyond its size at the start; None: no limit.
-            grace_s: seconds after `timeout_s` at which a process that has not exited is killed.
+        """Start the processes, which run `work` on each job; an exception in it ends the process. `max_memory_gib` is
+        address space beyond the process's size at the start (None: no limit). A process that has not exited `grace_s`
+        after `timeout_s` is killed.
         """
         self._work = work
         self._grace_s = grace_s
@@ -148,7 +142,6 @@ class WorkerPool:
 
     def run(self, jobs: Sequence[Any]) -> list[Any]:
         """Return the outcome of each job in order, or a FailedScore if the job took too long or its process died.
-
         Several threads may call this at the same time and share the processes.
         """
         outcomes: list[Any] = [FailedScore("died", "not done")] * len(jobs)
@@ -200,9 +193,8 @@ class WorkerPool:
         return worker
 
     def _collect(self, batch: "_Busy", outcomes: list[Any], is_late: bool) -> bool:
-        """Store the outcomes that the worker has sent, and return whether it will send no more of the batch.
-
-        A worker that is late or died is replaced, and its current job fails; later jobs stay in `batch.handed`.
+        """Store the outcomes that the worker has sent; return whether it will send no more of the batch. A worker that
+        is late or died is replaced, and its current job fails; later jobs stay in `batch.handed`.
         """
         worker, handed = batch.worker, batch.handed
         try:
@@ -254,9 +246,7 @@ class _Worker:
         return bool(poll.poll(0))
 
     def stop(self, patience_s: float) -> int | None:
-        """Close the pipe, end the process and its descendants if it has not exited after `patience_s`, and return the
-        exit status.
-        """
+        """Close the pipe, end the process if it has not exited after `patience_s`, and return the exit status."""
         self.pipe.close()
         self.process.join(timeout=patience_s)
         if self.process.exitcode is None and self.process.pid is not None:

@@ -79,16 +79,9 @@ class Critic:
         epochs: int,
         updates_per_rollout: int,
     ) -> None:
-        """Prepare this rank.
-
-        Args:
-            state: the critic in training, a model with a scalar head.
-            policy: the policy in training; its timers also time the critic.
-            critic: `rl.advantage.critic`.
-            checkpoint: `checkpoint`.
-            routes: routes for `rl.advantage.critic.replay`, from `critic_routes`. None: live routes in every pass.
-            epochs: number of times to train on each completion.
-            updates_per_rollout: optimizer steps of the policy per rollout batch.
+        """Prepare this rank. `state` has a scalar head; the timers of `policy` also time the critic. `routes`, from
+        `critic_routes`, are for `rl.advantage.critic.replay` (None: live routes). `updates_per_rollout` are the
+        policy's.
         """
         self.state, self._policy = state, policy
         self._routes = routes
@@ -99,11 +92,8 @@ class Critic:
         self._loss_head = ValueLossHead(critic.clip_value)
 
     def begin(self, policy: Sequence[nn.Module]) -> str:
-        """Load or copy the critic's initial weights and return a line for the log.
-
-        Args:
-            policy: the policy's chunks. Without `rl.advantage.critic.load` the critic copies their layers and gets a
-                new head.
+        """Load the critic's initial weights, or without `rl.advantage.critic.load` copy the layers of `policy` and
+        start with a new head; return a line for the log.
         """
         with self.state.residence.for_saving():
             return self._begin(policy)
@@ -222,9 +212,8 @@ class Critic:
 
 
 def critic_routes(state: TrainState, rl: RlConfig, replay: ReplayConfig, critic: CriticConfig) -> PolicyRoutes | None:
-    """Return the routes of the critic `state` for rl.advantage.critic.replay="r2"; None if routes are not replayed.
-
-    The critic's pass for values records routes, as the pass for old logprobs does for the policy.
+    """Return the routes of the critic `state` for rl.advantage.critic.replay="r2", recorded by its pass for values;
+    None if routes are not replayed.
     """
     if critic.replay == "none":
         return None

@@ -33,10 +33,8 @@ from mcore_rl.train.state import TrainState
 
 
 class Reference:
-    """Earlier weights of the policy, swapped into its modules for a pass. Every method is collective over the mesh.
-
-    A second model would double the memory on the device, and its routers would interfere with replay. If the policy is
-    a frozen base with low-rank adapters, only the adapters are copied and swapped.
+    """Earlier weights of the policy, swapped into its modules for a pass, as a second model would double the memory. Of
+    a frozen base with low-rank adapters, only these are copied. Every method is collective over the mesh.
     """
 
     def __init__(
@@ -53,20 +51,12 @@ class Reference:
         shares_base: bool = False,
         base: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Copy the policy's current weights.
+        """Copy the policy's current weights, except frozen weights that `shares_base` says are shared, to `store`
+        ("host" is page-locked with CUDA). A resumed run reads saved references from `folder`; those that a checkpoint
+        in `checkpoints` needs are kept.
 
-        Args:
-            chunks: The policy's modules on this rank.
-            mesh: The mesh.
-            model: The model's config.
-            folder: Folder of saved references, from which a resumed run reads them.
-            checkpoints: Folder of the run's checkpoints. References that a checkpoint needs are kept.
-            needed_by: Config field that requires the reference, for error messages.
-            store: Where the copy is between passes: "device", or "host" (page-locked with CUDA).
-            allowed: The config's `checkpoint.allow_changes`, for references that an earlier start of the run saved.
-            shares_base: Whether policy and reference share all frozen weights, which are then not copied.
-            base: Entry `base` of the run's checkpoints (storage/checkpoint.py); saved references leave out the base's
-                weights too.
+        `needed_by` is the setting that error messages name. `allowed` is `checkpoint.allow_changes`. `base` is the
+        checkpoints' entry of this name (storage/checkpoint.py), whose weights saved references leave out too.
         """
         self.chunks = list(chunks)
         self._needed_by = needed_by
@@ -146,17 +136,7 @@ class ReferencePass:
         *,
         updates_per_rollout: int,
     ) -> None:
-        """Prepare this rank.
-
-        Args:
-            reference: the reference policy.
-            loss: `rl.loss`.
-            replay: `replay`.
-            logprobs: the pass over the policy's modules.
-            routes: routing of the policy's passes.
-            state: the policy in training; its progress has the KL coefficient.
-            updates_per_rollout: optimizer steps per rollout batch.
-        """
+        """Prepare this rank. The progress of `state` has the KL coefficient."""
         self._reference, self._loss, self._logprobs, self._routes = reference, loss, logprobs, routes
         self._state, self._updates_per_rollout = state, updates_per_rollout
         self._is_imposed = replay.reference == "replay"
@@ -192,10 +172,8 @@ class ReferencePass:
         return replace(objective, kl=objective.kl._replace(coeff=self.coeff))
 
     def after_updates(self, minibatches: Sequence[Minibatch], *, policy_has_learned: bool) -> list[Metric]:
-        """Adapt the KL coefficient to the rollout batch's KL, and make the policy the reference every
-        `rl.loss.reference_refresh_rollouts` rollout batches.
-
-        The coefficient stays while a critic warms up: the policy has not learned, so its KL is not informative yet.
+        """Adapt the KL coefficient to the rollout batch's KL, unless a critic warms up (`policy_has_learned`), and make
+        the policy the reference every `rl.loss.reference_refresh_rollouts` rollout batches.
         """
         metrics = self._control(minibatches, policy_has_learned=policy_has_learned)
         refresh_when_due(

@@ -62,14 +62,8 @@ class Teachers:
         *,
         updates_per_rollout: int,
     ) -> None:
-        """Prepare this rank.
-
-        Args:
-            teachers: the teachers in the order of `distill.paths`; an earlier version of the policy is a `Reference`.
-            distill: `rl.distill`.
-            logprobs: the head of the policy's logprobs; teachers use the same tokens and temperature.
-            state: the policy in training.
-            updates_per_rollout: optimizer steps per rollout batch.
+        """Prepare this rank. `teachers` are in the order of `distill.paths`, an earlier version of the policy as a
+        `Reference`.
         """
         self._teachers, self._distill, self._state = teachers, distill, state
         self._head = TeacherHead(logprobs, vocabulary=distill.estimator == "vocabulary")
@@ -87,9 +81,8 @@ class Teachers:
 
     def in_advantages(self, microbatch: PolicyMicrobatch) -> PolicyMicrobatch:
         """Return the microbatch with coeff x (log teacher - log old policy) added to its advantages, if
-        rl.distill.use="advantage".
-
-        The mean of this term times the gradient of the policy's logprob is minus the gradient of KL(policy || teacher).
+        rl.distill.use="advantage". Its mean times the gradient of the policy's logprob is minus the gradient of
+        KL(policy || teacher).
         """
         distill = self._distill
         if microbatch.teacher_logprobs_T is None or distill.use != "advantage":

@@ -109,11 +109,8 @@ def step_reader(separator: str, decode: Callable[[Sequence[int]], str]) -> Reade
 
 
 def text_reader(chat: Chat, separator: str | None) -> Reader:
-    """Return a reader that encodes a completion's text with the reward model's template and tokenizer.
-
-    Args:
-        chat: the reward model's template and tokenizer.
-        separator: text that ends a step; None: the completion is scored as a whole.
+    """Return a reader that encodes a completion's text with the reward model's template and tokenizer; `separator` ends
+    a step (None: the completion is scored as a whole).
     """
 
     def read(group: Group, completion: Completion) -> Reading | None:
@@ -133,10 +130,8 @@ def text_reader(chat: Chat, separator: str | None) -> Reader:
 
 
 class RewardModel:
-    """A model that scores completions at their last token, or at the last token of each step. Every method is
-    collective over the world.
-
-    The model is sharded over the policy's mesh, has no gradients or optimizer, and routes without replay.
+    """A model, sharded over the policy's mesh, that scores completions at their last token, or at each step's. It
+    routes without replay. Every method is collective over the world.
     """
 
     def __init__(
@@ -150,17 +145,7 @@ class RewardModel:
         packed_length: int,
         packed_multiple: int,
     ) -> None:
-        """Prepare its passes.
-
-        Args:
-            source: the model and its checkpoint.
-            read: reader of completions.
-            frozen: the model with its weights.
-            mesh: the policy's mesh.
-            device: device of its passes.
-            packed_length: maximum number of positions of a forward pass.
-            packed_multiple: multiple to which packed sequences are padded.
-        """
+        """Prepare its passes, of at most `packed_length` positions, padded to a multiple of `packed_multiple`."""
         self.source = source
         self._read = read
         self._mesh, self._device = mesh, device
@@ -285,14 +270,7 @@ class RewardModels:
     def __init__(
         self, models: Sequence[RewardModel], mesh: Mesh, *, normalize: bool, step_value: str = "probability"
     ) -> None:
-        """Create the parts from their models.
-
-        Args:
-            models: the reward models.
-            mesh: the policy's mesh.
-            normalize: whether scores of whole completions are normalized by the running mean and standard deviation.
-            step_value: rl.reward.step_value.
-        """
+        """Create the parts; `normalize` uses the running mean and standard deviation of whole completions' scores."""
         self._models = models
         self._step_value = step_value
         self._mesh = mesh
@@ -307,10 +285,7 @@ class RewardModels:
 
     def outcomes(self, groups: Sequence[Group], *, are_counted: bool) -> Mapping[str, list[Outcome]]:
         """Return, by part, the outcome of each of this replica's completions in order, normalized if configured.
-
-        Args:
-            groups: this replica's completions.
-            are_counted: whether these scores update the running mean and deviation; evaluation scores do not.
+        `are_counted` scores update the running mean and deviation; evaluation scores do not.
         """
         found = {}
         for model in self._models:
@@ -357,11 +332,8 @@ def _with_probabilities(outcome: Outcome) -> Outcome:
 
 
 def load_reward_models(config: RlRunConfig, tokenizer: Tokenizer, mesh: Mesh, platform: Platform) -> RewardModels:
-    """Collective over the world: build the reward models in rl.reward.parts.
-
-    Raises:
-        ConfigError: if a checkpoint is not a reward model, or its model cannot be sharded over the mesh.
-        DataError: if it was trained with another tokenizer.
+    """Collective over the world: build the reward models in rl.reward.parts. Raises ConfigError if a checkpoint is not
+    a reward model or does not fit the mesh, DataError if it was trained with another tokenizer.
     """
     reward = config.rl.reward
     sources = on_rank_zero(
@@ -414,9 +386,6 @@ def reward_model_source(
 def _own_text(
     part: str, path: Path, model: ModelConfig, policy: ModelConfig, rl: RlConfig, tokenizer: Tokenizer
 ) -> OwnText | None:
-    """Return a reward model's tokenizer and template from `rl.reward.model_tokenizer` or from the run that trained it;
-    None if they are the policy's and it reads the policy's tokens.
-    """
     reward, field = rl.reward, f'rl.reward.parts="{part}"'
     folder = run_of_checkpoint(path)
     trained = read_run(folder) if folder is not None and (folder / "checkpoints").is_dir() else None
@@ -460,13 +429,7 @@ def _own_text(
 
 
 def reader_of(source: RewardModelSource, separator: str, tokenizer: Tokenizer) -> Reader:
-    """Return how a reward model reads completions: in the policy's tokens, or as text in its own tokens.
-
-    Args:
-        source: the reward model.
-        separator: text that ends a step, if the model scores steps.
-        tokenizer: the policy's tokenizer.
-    """
+    """Return how a reward model reads completions: in the policy's tokens, or as text in its own tokens."""
     if source.own_text is not None:
         config, template = source.own_text
         chat = load_chat(template, load_tokenizer(config), config.path)

@@ -114,15 +114,8 @@ def _score(function: RewardFunction, scored: RewardInput) -> Outcome:
 
 
 def outcome_of(returned: Any, num_characters: int) -> Outcome:
-    """Convert a reward function's result to an outcome.
-
-    Args:
-        returned: the result; None is a score that does not apply.
-        num_characters: length of the completion's text, which bounds the ends of steps.
-
-    Raises:
-        TypeError: if the result has none of the accepted forms.
-        ValueError: if a text is not a number.
+    """Convert a reward function's result to an outcome; ends of steps are at most `num_characters`, the length of the
+    text. Raises TypeError if the result has none of the accepted forms, ValueError if a text is not a number.
     """
     reason = ""
     if isinstance(returned, Mapping):

@@ -52,13 +52,9 @@ def math_function(config: RewardConfig) -> RewardFunction:
 
 
 def math_equal(scored: RewardInput, *, answer_pattern: str) -> float:
-    """Return 1 if the answer equals the reference, else 0.
-
-    The reference is read whole, and so is an answer in a box, after `####` or in the match of `answer_pattern`. In
-    other text math-verify finds the answer: the text after "answer is", or the last expression.
-
-    Raises:
-        ValueError: if the reference answer is empty.
+    """Return 1 if the answer equals the reference, else 0. The reference, an answer in a box, after `####` or in the
+    match of `answer_pattern` are read whole; in other text math-verify finds the text after "answer is", or the last
+    expression. Raises ValueError if the reference is empty.
     """
     reference, text = after_marker(scored.answer), answered(scored.completion, answer_pattern)
     if not reference:

@@ -139,9 +139,7 @@ class Peer:
 
     def ask(self, name: str, *args: Any) -> Any:
         """Return the value of an operation in the other process. Lists, dicts and sets in `args` change as there.
-
-        Raises:
-            EOFError: if the other process has ended. Errors of the operation itself are raised as they are.
+        Raises EOFError if that process has ended, and errors of the operation as they are.
         """
         boxes: list[Any] = []
         self._send("ask", self._packed((name, *args), boxes))
@@ -199,8 +197,7 @@ class Peer:
 
     def _packed(self, value: Any, boxes: list[Any], before: Iterable[Any] = ()) -> list[Any]:
         """Return a value as JSON: its root, and the contents of its lists, dicts and sets, which are added to `boxes`.
-
-        `before` are the contents that the other side has of the first boxes; None is sent for those that are the same.
+        None is sent for the first boxes' contents that equal `before`, which the other side has.
         """
         places = {id(box): place for place, box in enumerate(boxes)}
 

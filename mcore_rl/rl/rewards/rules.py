@@ -54,10 +54,8 @@ def first_line(text: str) -> str:
 
 
 def stated_number(text: str) -> Fraction | None:
-    """Return the number that a short answer states; None if it has no number or is an expression without "=".
-
-    This is the first number in the first line, after the last "=" if any: 12 in "12km", "**12**", "12 (in 3 days)" and
-    "3 * 4 = 12". "12 or 13" states none.
+    """Return the number that a short answer states: the first in its first line, after the last "=" if any, as 12 in
+    "12km", "**12**", "12 (in 3 days)" and "3 * 4 = 12". None for "12 or 13", an expression without "=", or no number.
     """
     line = first_line(text).rpartition("=")[2].strip()
     figure = next((found for found in FIGURE.finditer(re.sub(r"^-\s", "-", line)) if found["whole"]), None)
@@ -74,9 +72,8 @@ def last_number(text: str) -> Fraction | None:
 
 
 def rating(text: str, begin: int, end: int) -> Fraction | None:
-    """Return the number in `text[begin:end]`, read whole even where it reaches beyond; 7/10 is 7 of 10.
-
-    None if there is no number, or more than one, as in "7-8" and "7 or 8".
+    """Return the number in `text[begin:end]`, read whole even where it reaches beyond; 7/10 is 7 of 10. None if there
+    is no number, or more than one, as in "7-8" and "7 or 8".
     """
     text = text.translate(MINUS_SIGNS)
     found = [figure for figure in FIGURE.finditer(text) if figure.start() < end and figure.end() > begin]
@@ -104,9 +101,8 @@ GSM8K_MARKER = "####"
 
 
 def answered(text: str, pattern: str) -> str:
-    """Return the answer in `text`, stripped: the first group of the last match of `pattern`, or "" without a match.
-
-    With an empty pattern the answer is the whole text.
+    """Return the answer in `text`, stripped: the first group of the last match of `pattern`, or "" without a match;
+    with an empty pattern the whole text.
     """
     if not pattern:
         return text.strip()
@@ -126,9 +122,8 @@ def exact(scored: RewardInput, *, answer_pattern: str) -> float:
 
 
 def positions(scored: RewardInput, *, answer_pattern: str) -> float:
-    """Return 1 if the answer equals the reference, else half the fraction of characters at the correct position.
-
-    This gives a slope towards the exact answer. Missing and extra characters count as wrong.
+    """Return 1 if the answer equals the reference, else half the fraction of characters at the correct position;
+    missing and extra characters count as wrong.
     """
     given, wanted = answered(scored.completion, answer_pattern), scored.answer.strip()
     if given == wanted:
@@ -138,13 +133,9 @@ def positions(scored: RewardInput, *, answer_pattern: str) -> float:
 
 
 def numeric(scored: RewardInput, *, answer_pattern: str) -> float:
-    """Return 1 if the answer's number equals the reference's (1,000 = 1000.0 = 1e3, 1/2 = 0.5, 50% = 50), else 0.
-
-    After `####`, or in the match of `answer_pattern`, the number is the stated number (`stated_number`); in other text
-    it is the last number.
-
-    Raises:
-        ValueError: if the reference answer is not one number.
+    """Return 1 if the answer's number equals the reference's (1,000 = 1000.0 = 1e3, 1/2 = 0.5, 50% = 50), else 0. It is
+    the `stated_number` after `####` or in the match of `answer_pattern`, else the last number of the text. Raises
+    ValueError if the reference answer is not one number.
     """
     reference = after_marker(scored.answer)
     wanted, last = stated_number(reference), last_number(reference)
@@ -170,9 +161,8 @@ def regex_found(scored: RewardInput, *, pattern: str) -> float:
 
 
 def length_within(scored: RewardInput, *, min_tokens: int, max_tokens: int | None) -> float:
-    """Return 0 for a length between `min_tokens` and `max_tokens` (None: no limit), else a penalty down to -1.
-
-    The penalty is minus the missing or excess tokens as a fraction of the limit.
+    """Return 0 for a length between `min_tokens` and `max_tokens` (None: no limit), else minus the missing or excess
+    tokens as a fraction of the limit, at least -1.
     """
     length = scored.num_tokens
     if length < min_tokens:
@@ -190,13 +180,9 @@ MAX_EXPRESSION = 200
 
 
 def countdown(scored: RewardInput, *, answer_pattern: str) -> float:
-    """Return 1 if the answer is an arithmetic expression (+ - * /) that equals the target, else 0.
-
-    It must use each of the prompt's numbers exactly once, in decimal digits. `numbers` and `target` are fields of the
-    prompt. What the answer claims after an equals sign must equal the target too.
-
-    Raises:
-        ValueError: if the prompt's `numbers` or `target` are not numbers.
+    """Return 1 if the answer is an expression (+ - * /) that equals the prompt's `target` with each of its `numbers`
+    exactly once, in decimal digits, else 0. A claim after an equals sign must equal the target too. Raises ValueError
+    if these fields are not numbers.
     """
     target = _exactly(scored.fields["target"])
     wanted = Counter(map(_exactly, scored.fields["numbers"]))

@@ -115,22 +115,14 @@ class ProgramResult:
 
 
 class Sandbox:
-    """Runs each program in its own namespaces. Safe to use from several threads.
-
-    A program has no network. It sees only the system's and the interpreter's files, read-only, and an empty folder in
-    memory.
+    """Runs each program in its own namespaces, without a network: it sees only the system's and the interpreter's
+    files, read-only, and an empty folder in memory. Safe to use from several threads.
     """
 
     def __init__(self, *, needed_by: str, limits: SandboxLimits, python: str | None = None) -> None:
-        """Find the sandbox and run a trial program in it.
-
-        Args:
-            needed_by: setting that needs a sandbox, for error messages.
-            limits: resource limits of each program.
-            python: interpreter of the programs, with its packages; None: this process's interpreter, without packages.
-
-        Raises:
-            ConfigError: if the sandbox or the interpreter is missing or does not work on this machine.
+        """Find the sandbox and run a trial program in it. `needed_by` names a setting in errors; `python` is an
+        interpreter with packages (None: this process's, without). Raises ConfigError if either is missing or does not
+        work here.
         """
         if (machine := os.uname().machine) not in AUDIT_ARCH:
             raise ConfigError(
@@ -156,26 +148,17 @@ class Sandbox:
             )
 
     def run(self, program: str, stdin: str = "", *, time_s: float | None = None) -> ProgramResult:
-        """Run the Python source `program` with `stdin` as its standard input, and return its result.
-
-        Args:
-            program: Python source.
-            stdin: standard input of the program.
-            time_s: time limit in seconds; None: the sandbox's limit.
+        """Run the Python source `program` with `stdin` as its standard input for at most `time_s` (None: the sandbox's
+        limit).
         """
         limits = self.limits if time_s is None else self.limits._replace(time_s=time_s)
         with self._started(program, stdin, limits) as result:
             return result()
 
     def run_both(self, *programs: tuple[str, Mapping[str, Any]]) -> ProgramResult:
-        """Run two programs, each in its own namespaces, with a pipe from either to the other.
-
-        Args:
-            programs: Python source, and the object that the program reads as JSON from its standard input; its entry
-                `pipes` is the file descriptors of the program's pipes, to read and to write.
-
-        Returns:
-            The result of the second; the first is killed when the second ends.
+        """Run two programs, each in its own namespaces, with a pipe from either to the other; return the second's
+        result, whose end kills the first. Each is Python source with an object that it reads as JSON from its standard
+        input; the entry `pipes` has the file descriptors to read and to write.
         """
         with ExitStack() as stack:
             ends = [end for _ in programs for end in os.pipe()]
@@ -262,7 +245,6 @@ def _folders(prefixes: Sequence[str]) -> Iterator[tuple[Path, Path | None]]:
 
 
 def _bubblewrap(executable: str, prefixes: Sequence[str], limits: SandboxLimits) -> list[str]:
-    """Return bubblewrap's part of the command line."""
     binds: list[str] = []
     for folder, target in _folders(prefixes):
         binds += ["--ro-bind", str(folder), str(folder)] if target is None else ["--symlink", str(target), str(folder)]
@@ -300,12 +282,9 @@ def code_function(config: RewardConfig) -> RewardFunction:
 def passes_tests(
     scored: RewardInput, *, sandbox: Sandbox, config: CodeConfig, answer_pattern: str
 ) -> tuple[float, str]:
-    """Run the tests on a completion's program. Returns the score and how the first failing test failed.
-
-    The score is 1 if all tests pass, else 0; with `rl.reward.code.partial` it is the fraction of tests that pass.
-
-    Raises:
-        ValueError: if the prompt's field `rl.reward.code.tests_field` is missing or has no tests in a known form.
+    """Return the score of a completion's program, and how its first failing test failed: 1 if all tests pass, else 0,
+    or with `rl.reward.code.partial` the fraction that pass. Raises ValueError if the prompt's field
+    `rl.reward.code.tests_field` has no tests in a known form.
     """
     program = program_of(scored.completion, answer_pattern)
     tests = tests_of(scored.fields, config.tests_field)
@@ -365,9 +344,8 @@ def _lines(value: Any) -> str:
 
 
 def _run_asserts(program: str, tests: list[str], sandbox: Sandbox) -> tuple[int, str]:
-    """Return the number of tests that pass, and why the first failing test fails.
-
-    The program runs in a sandbox beside that of the tests, which ask it: no code of the program runs where tests pass.
+    """Return the number of tests that pass, and why the first failing test fails. The program runs in another sandbox
+    than the tests, which ask it: no code of the program runs where tests pass.
     """
     source = getsource(proxies)
     result = sandbox.run_both(
@@ -381,9 +359,8 @@ def _run_asserts(program: str, tests: list[str], sandbox: Sandbox) -> tuple[int,
 
 
 def _wrong_output(program: str, given: str, wanted: str, sandbox: Sandbox, deadline: float) -> str | None:
-    """Describe how the program's output for an input differs from the expected output; None if it is correct.
-
-    White space at the ends of lines and around the text is ignored.
+    """Describe how the program's output for an input differs from the expected output; None if it is correct. White
+    space at the ends of lines and around the text is ignored.
     """
     left_s = deadline - time.monotonic()
     if left_s <= 0:

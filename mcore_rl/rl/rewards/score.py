@@ -83,12 +83,7 @@ class FailureReport:
     """Reports the first failure of each kind since this object was created, in a file and as a log message."""
 
     def __init__(self, message: Callable[[str], None], folder: Path | None) -> None:
-        """Create the report.
-
-        Args:
-            message: function that logs a message.
-            folder: folder of the file FILE_NAME; None: no file is written.
-        """
+        """Log through `message`, and write FILE_NAME in `folder` unless it is None."""
         self._message = message
         self._folder = folder
         self._reported: set[tuple[str, str, str]] = set()
@@ -121,13 +116,8 @@ class FailureReport:
 def refuse_failing_parts(
     num_failed: Mapping[str, int], num_scores: int, failures: Sequence[FailedPart], max_failed_fraction: float
 ) -> None:
-    """Raise a TrainingError for the part that fails most often, if it exceeds the allowed fraction of failures.
-
-    Args:
-        num_failed: number of failed scores by part, for the parts that training depends on.
-        num_scores: number of scores per part.
-        failures: at least the first failure of each part.
-        max_failed_fraction: `rl.reward.max_failed_fraction`.
+    """Raise a TrainingError for the part that fails most often, if it exceeds the allowed fraction of its `num_scores`.
+    `num_failed` has the parts that training depends on; `failures`, at least the first of each part.
     """
     if not num_failed or not num_scores:
         return
@@ -246,11 +236,8 @@ class Reward:
         self._workers.close()
 
     def __call__(self, groups: Sequence[Group], of_models: Mapping[str, Sequence[Outcome]] | None = None) -> Scores:
-        """Return the rewards of all completions.
-
-        Args:
-            groups: the completions; all groups have the same size.
-            of_models: for each part that is a reward model, the outcome of each completion, in order.
+        """Return the rewards of all completions, in groups of equal size. `of_models` has, for each part that is a
+        reward model, each completion's outcome, in order.
         """
         names = self._config.parts
         pairs = [(group.prompt.problem, completion) for group in groups for completion in group.completions]
@@ -344,9 +331,8 @@ class Reward:
 
 
 def _with_an_applying_part(outcomes: Sequence[Outcome], weights: Sequence[float]) -> list[Outcome]:
-    """Return a completion's outcomes; if no part with a weight applies, the first such part is marked as failed.
-
-    An empty sum is not a reward, and this also catches a function without a return statement.
+    """Return a completion's outcomes; if no part with a weight applies, mark the first such part as failed: an empty
+    sum is not a reward, and this catches a function without a return statement.
     """
     found = list(outcomes)
     weighted = [index for index, weight in enumerate(weights) if weight]
@@ -414,16 +400,9 @@ def trial_groups(prompts: Sequence[Prompt], encode: Callable[[str], list[int]], 
 def try_reward(
     config: RewardConfig, max_new_tokens: int, prompts: Sequence[Prompt], encode: Callable[[str], list[int]]
 ) -> tuple[FailedPart, ...]:
-    """Score the reference answers of `prompts`, so that a reward function that always fails is found before the start.
-
-    Reward models and the environment are left out.
-
-    Returns:
-        The failed scores.
-
-    Raises:
-        TrainingError: if every score of a part failed, unless rl.reward.max_failed_fraction=1. A served part with only
-            failed scores always raises.
+    """Score the reference answers of `prompts`, so that a reward function that always fails is found before the start,
+    and return the failed scores. Reward models and the environment are left out. Raises TrainingError as
+    `refuse_failing_trial`.
     """
     functions = config.of_functions
     if functions is None:
@@ -435,9 +414,8 @@ def try_reward(
 
 
 def refuse_failing_trial(scores: Scores, config: RewardConfig) -> None:
-    """Raise a TrainingError for a part if all its scores failed, unless rl.reward.max_failed_fraction=1.
-
-    A reward server or judge that gives no score before the start is always an error.
+    """Raise a TrainingError for a part if all its scores failed, unless rl.reward.max_failed_fraction=1; a reward
+    server or judge that gives no score before the start is always an error.
     """
     num_failed = Counter(failed.part for failed in scores.failures)
     num_scores = scores.rewards_PG.numel()

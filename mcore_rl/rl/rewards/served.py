@@ -27,10 +27,8 @@ COMPLETIONS_PATH = "/chat/completions"
 
 
 def served_parts(config: RewardConfig) -> dict[str, "Judge | RewardServer"]:
-    """Return the parts that servers score, by name. No request is sent yet.
-
-    Raises:
-        ConfigError: if the environment variable of an API key is not set, or a template cannot be read.
+    """Return the parts that servers score, by name; no request is sent yet. Raises ConfigError if the environment
+    variable of an API key is not set, or a template cannot be read.
     """
     parts: dict[str, Judge | RewardServer] = {}
     for name in config.parts:
@@ -59,10 +57,9 @@ class RetryingClient:
     def answers(
         self, bodies: Sequence[Mapping[str, Any]], read: Callable[[Any, int], Parsed], path: str | None = None
     ) -> Iterator[Parsed | FailedScore]:
-        """Yield, in order, the result of `read(answer, index)` for each body, or the failure if it has no answer.
-
-        A request fails if `read` raises a ServerError. Once a body has failed in all its tries, the remaining bodies of
-        this call are tried only once, so a server that is down causes the retry delays once.
+        """Yield, in order, the result of `read(answer, index)` for each body, or its failure; a request also fails if
+        `read` raises a ServerError. After a body that failed in all its tries, as with a server that is down, the rest
+        are tried once.
         """
         is_down = False
 
