@@ -17,10 +17,8 @@ Estimate = Callable[[Tensor], Tensor]
 
 
 def group_advantages(rewards_PG: Tensor, estimate: Estimate) -> Tensor:
-    """Return the advantages `[P, G]` from `estimate`, with zeros for groups of equal rewards.
-
-    NaN marks a completion without a reward, because scoring failed: its advantage is zero, and the rest of the group
-    gets the advantages of a group without this completion.
+    """Return the advantages `[P, G]` from `estimate`, with zeros for groups of equal rewards. A completion with NaN,
+    whose scoring failed, gets zero, and the rest of its group the advantages of a group without it.
     """
     assert not rewards_PG.isinf().any(), "a reward is not finite; scoring counts such as failed"
     counts_P = (~rewards_PG.isnan()).sum(dim=1)
@@ -88,12 +86,8 @@ def _others(rewards_PG: Tensor) -> Tensor:
 def step_advantages(
     steps_GI: Sequence[Sequence[StepReward]], lengths_G: Sequence[int], *, ddof: int, eps: float
 ) -> list[Tensor]:
-    """Return the advantages `[tokens]`, float32, of each completion of one prompt: at each token the sum of the
-    z-scores of the steps that end there or later (arXiv 2402.03300, process supervision).
-
-    Args:
-        steps_GI: steps of each completion; mean and deviation are taken over all steps of the group.
-        lengths_G: number of sampled tokens of each completion.
+    """Return the advantages `[tokens]`, float32, of each completion of one prompt: at each sampled token the sum of the
+    z-scores, over all steps of the group, of the steps that end there or later (arXiv 2402.03300, process supervision).
     """
     values_I = torch.tensor([step.value for steps in steps_GI for step in steps], dtype=torch.float64)
     assert values_I.isfinite().all(), "a step's reward is not finite"
@@ -115,10 +109,9 @@ def kl_penalised_advantages(
 ) -> Tensor:
     """Return the advantages `[P, G]` of the rewards minus `coeff` times each completion's summed KL to the reference.
 
-    Groups with equal rewards before the KL get zeros, as without the KL: there is no task signal to trade off, and
-    dividing by the deviation of the KL terms would scale any penalty, however small, to advantages of size 1. For the
-    same reason `leave_one_out_zscore` (`spares_equal_others`) does not divide where the prompt's other rewards are all
-    equal before the KL.
+    Groups with equal rewards before the KL get zeros: dividing by the deviation of the KL terms would scale any
+    penalty, however small, to advantages of size 1. So `leave_one_out_zscore` (`spares_equal_others`) does not divide
+    where the prompt's other rewards are all equal before the KL.
     """
     penalised_PG = rewards_PG - coeff * kl_sums_PG
     advantages_PG = group_advantages(penalised_PG, estimate)
@@ -145,15 +138,9 @@ def token_rewards(
     kl_coeff: float,
     steps_NI: Sequence[Sequence[StepReward]] = (),
 ) -> Tensor:
-    """Return the reward of each token, `[N, C]`: minus the KL at every token, plus the completion's reward at its last
-    token or each step's reward at the step's last token (arXiv 2203.02155).
-
-    Args:
-        rewards_N: reward of each completion.
-        kl_NC: estimate of the KL to the reference at each token.
-        lengths_N: number of tokens of each completion; a completion of 0 tokens gets no reward.
-        kl_coeff: weight of the KL.
-        steps_NI: steps of each completion, in place of `rewards_N`; empty: use `rewards_N`.
+    """Return the reward of each token, `[N, C]`: minus `kl_coeff` times the KL at every token, plus the completion's
+    reward at its last token or, with `steps_NI`, each step's reward at the step's last token (arXiv 2203.02155). A
+    completion of 0 tokens gets no reward.
     """
     rewards_NC = -kl_coeff * kl_NC.double()
     for n, length in enumerate(lengths_N.tolist()):
@@ -168,15 +155,8 @@ def generalized_advantages(
     rewards_NC: Tensor, values_NC: Tensor, lengths_N: Tensor, *, gamma: float, lambda_N: Tensor, ends_N: Tensor
 ) -> Tensor:
     """Return the advantages `[N, C]`, A_t = d_t + gamma lambda A_{t+1} with d_t = R_t + gamma V_{t+1} - V_t; zeros in
-    padding (arXiv 1506.02438, equation 16).
-
-    Args:
-        rewards_NC: token rewards R_t.
-        values_NC: values V_t, before token t is seen.
-        lengths_N: number of tokens of each completion.
-        gamma: discount per token.
-        lambda_N: GAE lambda of each completion.
-        ends_N: value after the last token: 0 if the completion ended.
+    padding (arXiv 1506.02438, equation 16). V_t is the value before token t is seen; `ends_N` is the value after the
+    last token: 0 if the completion ended.
     """
     is_token_NC = _is_token(values_NC, lengths_N)
     next_NC = torch.zeros_like(values_NC)
@@ -201,10 +181,8 @@ def length_adaptive_lambda(lengths_N: Tensor, alpha: float) -> Tensor:
 
 
 def world_moments(values_T: Tensor, dp: Axis) -> Moments:
-    """Collective over `dp`: return count, mean and summed squared differences of the values of all ranks.
-
-    Each rank passes a flat tensor on its device, of any length, possibly empty. The mean is computed first, because a
-    difference of large sums would lose the digits of a small deviation.
+    """Collective over `dp`: return count, mean and summed squared differences of all ranks' values, from a flat tensor
+    per rank, possibly empty. The mean comes first: a difference of large sums would lose a small deviation's digits.
     """
     sums = torch.stack([torch.ones_like(values_T, dtype=torch.float64).sum(), values_T.double().sum()])
     dist.all_reduce(sums, group=dp.group)
@@ -223,10 +201,8 @@ def whitened(advantages_NC: Tensor, lengths_N: Tensor, moments: Moments, *, ddof
 
 
 def clipped_value_loss(values_T: Tensor, old_T: Tensor, returns_T: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
-    """Return the clipped squared error of each token (arXiv 1707.06347), and a mask of tokens without a gradient: True
-    where the clipped term is larger.
-
-    The error is max((V - G)^2, (clip(V, old - clip, old + clip) - G)^2) / 2, and (V - G)^2 / 2 if `clip` is None.
+    """Return max((V - G)^2, (clip(V, old - clip, old + clip) - G)^2) / 2 of each token (arXiv 1707.06347), or (V - G)^2
+    / 2 if `clip` is None, and a mask of tokens without a gradient: True where the clipped term is larger.
     """
     plain_T = (values_T - returns_T).square()
     if clip is None:

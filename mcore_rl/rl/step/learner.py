@@ -78,9 +78,8 @@ class OptionalParts:
 
 
 class PolicyHead(ReadsDeferredLogits):
-    """Computes the policy's loss from the logprobs of `LogprobHead`.
-
-    A microbatch without old logprobs is on-policy: its ratios are 1, with the gradient of the policy.
+    """Computes the policy's loss from the logprobs of `LogprobHead`. A microbatch without old logprobs is on-policy:
+    its ratios are 1, with the gradient of the policy.
     """
 
     wants_losses = False
@@ -147,7 +146,6 @@ class Learner:
         logprobs: PolicyLogprobs,
         parts: OptionalParts | None = None,
     ) -> None:
-        """Prepare this rank: `routes` is the routing of the policy's passes, and `parts` are the optional parts."""
         self.state = state
         self.config = config
         self.routes = routes
@@ -210,13 +208,9 @@ class Learner:
         return minibatches
 
     def with_old_logprobs(self, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
-        """Return the minibatches with logprobs under the old policy, which is the current policy.
-
-        The first minibatch stays on-policy, without old logprobs, if nothing needs them outside its own update: the old
-        policy itself makes that update.
-
-        Raises:
-            RefusedCompletionsError: on all ranks, if the engine's routes belong to other completions.
+        """Return the minibatches with logprobs under the old policy, which is the current policy; the first stays
+        on-policy, without them, if only its own update needs them. Raises RefusedCompletionsError on all ranks, if the
+        engine's routes belong to other completions.
         """
         if self.config.rl.update.old_logprobs == "rollout":
             return [
@@ -271,16 +265,11 @@ class Learner:
         return residence.for_updates() if residence.moves and not self.held else nullcontext()
 
     def update(self, minibatch: Minibatch, advantages: Advantages) -> StepReport | None:
-        """Take one optimizer step on `minibatch`.
+        """Take one optimizer step on `minibatch`. Returns None if the policy is held, or there is no token to train on:
+        the step is counted and changes nothing.
 
-        Returns:
-            A report of the step. None if the policy is held, or there is no token to train on (dynamic sampling found
-            no group with a signal, or all completions are truncated and masked): the step is counted and changes
-            nothing.
-
-        Raises:
-            RefusedCompletionsError: on all ranks, if the engine's routes belong to other completions; the policy is
-                unchanged.
+        Raises RefusedCompletionsError on all ranks, with the policy unchanged, if the engine's routes belong to other
+        completions.
         """
         progress = self.state.progress
         if self.held or not minibatch.totals.num_tokens:
@@ -326,7 +315,7 @@ class Learner:
 
     @property
     def _first_is_on_policy(self) -> bool:
-        """Whether the first minibatch has a single update and nothing else needs its old logprobs or routes."""
+        """Return whether the first minibatch has a single update and nothing else needs its old logprobs or routes."""
         return (
             self.config.rl.update.epochs == 1
             and not any(part.needs_old_logprobs for part in self.parts.with_passes)

@@ -48,10 +48,8 @@ def is_beyond_limit(logprobs_T: Tensor, other_T: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyTokens:
-    """This rank's `T` positions of one microbatch, flat, from `N` sequences.
-
-    With context parallelism a sequence is spread over all ranks of `cp`, which have the same `lengths_N`. Values at
-    untrained positions are finite and unused.
+    """This rank's `T` positions of one microbatch, flat, from `N` sequences, which context parallelism spreads over the
+    ranks of `cp`; all have the same `lengths_N`. Values at untrained positions are finite and unused.
     """
 
     logprobs_T: Tensor
@@ -104,13 +102,9 @@ class TokenLoss(NamedTuple):
 
 
 def loss_weights(lengths_N: Tensor, totals: BatchTotals, aggregation: Aggregation, *, norm_tokens: int) -> Tensor:
-    """Return the loss weight of each sequence's tokens, float64 `[N]`; 0 for sequences without a trained token.
-
-    The world's sum of weighted losses divided by `totals.num_tokens` is then the mean that `aggregation` names.
-
-    Args:
-        lengths_N: trained tokens of each sequence.
-        norm_tokens: constant by which "seq_mean_token_sum_norm" divides a sequence's sum (arXiv 2503.20783).
+    """Return the loss weight of each sequence's tokens, float64 `[N]`; 0 for sequences without a trained token. The
+    world's weighted sum divided by `totals.num_tokens` is then the mean that `aggregation` names;
+    "seq_mean_token_sum_norm" divides a sequence's sum by `norm_tokens` (arXiv 2503.20783).
     """
     if aggregation == "token_mean":
         loss_weights_N = torch.ones_like(lengths_N, dtype=torch.float64)
@@ -125,9 +119,8 @@ def loss_weights(lengths_N: Tensor, totals: BatchTotals, aggregation: Aggregatio
 
 @torch.no_grad()
 def sequence_sums(values_T: Tensor, sequence_T: Tensor, num_sequences: int, cp: Axis) -> Tensor:
-    """Collective over `cp`: return the sum over each whole sequence, of which a rank may have a part; no gradient.
-
-    Sums are float64 `[N]`, so that they do not depend on how the sequence is divided.
+    """Collective over `cp`: return the sum over each whole sequence, of which a rank may have a part; no gradient. Sums
+    are float64 `[N]`, so that they do not depend on how the sequence is divided.
     """
     sums_N = torch.zeros(num_sequences, dtype=torch.float64, device=values_T.device)
     sums_N.index_add_(0, sequence_T, values_T.double())
@@ -138,9 +131,8 @@ def sequence_sums(values_T: Tensor, sequence_T: Tensor, num_sequences: int, cp: 
 
 def anchored_means(values_T: Tensor, sequence_T: Tensor, lengths_N: Tensor, cp: Axis) -> Tensor:
     """Collective over `cp`: return at each token the mean of its whole sequence, with the gradient of the token itself.
-
-    For a function f of a sequence's mean, the sum over its tokens of f(anchored mean) / length has f's value and also
-    f's gradient, because each token contributes its own part. The backward pass needs no collective.
+    The sum over a sequence of f(anchored mean) / length has the value and the gradient of f(mean), without a collective
+    in the backward pass.
     """
     means_N = sequence_sums(values_T, sequence_T, len(lengths_N), cp) / lengths_N.clamp(min=1)
     return means_N[sequence_T].to(values_T.dtype) + (values_T - values_T.detach())
@@ -153,18 +145,12 @@ KL_COEFFS = torch.finfo(torch.float32)
 
 
 def next_kl_coeff(coeff: float, kl_nats: float, *, target: float, horizon: int, num_completions: int) -> float:
-    """Return the coefficient of the next rollout batch: larger where the KL is above its target, smaller below it.
+    """Return the coefficient of the next rollout batch: larger where the KL is above its target, smaller below it. KLs
+    are in nats, summed over a completion's tokens, mean over completions.
 
     The authors of arXiv 1909.08593 limit the error to 0.2 and multiply by 1 + error x completions / horizon, which is
     negative beyond five horizons. Here that is added to the logarithm, the same for small steps, and a batch of more
     than one horizon counts as one: a factor is at most e^0.2. The coefficient stays a number of float32.
-
-    Args:
-        coeff: the coefficient of this rollout batch.
-        kl_nats: KL to the reference, summed over a completion's tokens, mean over completions.
-        target: the desired KL, in nats per completion.
-        horizon: number of completions over which an error changes the coefficient by a factor of exp(error).
-        num_completions: completions in this rollout batch.
     """
     error = min(max(kl_nats / target - 1.0, -LARGEST_ERROR), LARGEST_ERROR)
     return min(max(coeff * exp(error * min(1.0, num_completions / horizon)), KL_COEFFS.tiny), KL_COEFFS.max)
@@ -307,9 +293,8 @@ def grpo(
 def gspo_token(
     tokens: PolicyTokens, cp: Axis, *, clip: Clip, dual_clip: float | None, shift_floor: float | None
 ) -> TokenLoss:
-    """GSPO-token: clipped ratios s_t = sg[s] p_t / sg[p_t], the sequence's ratio with each token's own gradient.
-
-    With a single advantage per sequence this equals GSPO, in value and gradient.
+    """GSPO-token: clipped ratios s_t = sg[s] p_t / sg[p_t], the sequence's ratio with each token's own gradient. With a
+    single advantage per sequence this equals GSPO, in value and gradient.
     """
     log_ratio_T = anchored_means(log_ratio_in_use(tokens, shift_floor), tokens.sequence_T, tokens.lengths_N, cp)
     return clipped(log_ratio_T, tokens.advantages_T, clip, dual_clip=dual_clip)
@@ -345,11 +330,9 @@ def kl_penalty(logprobs_T: Tensor, reference_T: Tensor, estimator: str, gradient
 
 @torch.no_grad()
 def importance_sampling_weights(tokens: PolicyTokens, correction: Correction, cp: Axis) -> Tensor:
-    """Collective over `cp`: return each token's weight that corrects for the rollout-training mismatch, from the ratio
-    of its probabilities under the old policy and the rollout engine.
-
-    `truncate` caps the weights (truncated importance sampling); `mask` sets weights outside the bounds to 0 (masked
-    importance sampling). Both use the token's ratio, or with `sequence_` the geometric mean over its sequence.
+    """Collective over `cp`: return each token's weight, from the ratio of its probabilities under the old policy and
+    the rollout engine, or with `sequence_` this ratio's geometric mean over the sequence. `truncate` caps it (truncated
+    importance sampling); `mask` sets it to 0 outside the bounds (masked importance sampling).
     """
     assert tokens.rollout_logprobs_T is not None, "rl.loss.importance_sampling needs the rollout's logprobs"
     log_weight_T = log_difference(tokens.old_logprobs_T, tokens.rollout_logprobs_T).where(tokens.mask_T, 0.0)
@@ -380,13 +363,8 @@ def kl_estimate(logprobs_T: Tensor, other_T: Tensor, estimator: str) -> Tensor:
 def update_statistics(
     tokens: PolicyTokens, token_loss: TokenLoss, correction_T: Tensor | None, cp: Axis
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Collective over `cp`: return statistics of one microbatch on this rank.
-
-    Args:
-        correction_T: importance-sampling weights that correct for the rollout engine; None without a correction.
-
-    Returns:
-        Sums over trained tokens, to be summed over the world, and values to be maximised over the world.
+    """Collective over `cp`: return statistics of one microbatch on this rank: sums over trained tokens, to be summed
+    over the world, and values to be maximised over it. `correction_T` are importance-sampling weights, or None.
     """
     # In float64, because the square of the largest ratio is e^40.
     ratio_minus_1_T = tokens.log_ratio_T.double().clamp(max=LOG_RATIO_LIMIT).expm1()

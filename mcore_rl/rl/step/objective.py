@@ -150,16 +150,8 @@ def token_advantages(
     device: torch.device,
 ) -> Advantages:
     """Collective over the world: return each token's advantage, by a critic or as a discounted sum of rewards, with or
-    without each prompt's mean reward as the baseline.
-
-    Args:
-        advantage: the section `rl.advantage`.
-        kl: the KL to the reference that is subtracted from rewards; None without such a penalty.
-        rollout: the rollout batch with its rewards.
-        minibatches: this rank's samples; on the last stage with old and reference logprobs if `kl` is given, and with
-            values if there is a critic.
-        mesh: the mesh.
-        device: device of the reductions.
+    without each prompt's mean reward as the baseline. On the last stage `minibatches` have old and reference logprobs
+    if `kl` is given, which is subtracted from rewards, and values if there is a critic.
     """
     gae = advantage if isinstance(advantage, GaeAdvantage) else None
     has_kl, has_critic = kl is not None, gae is not None
@@ -252,12 +244,8 @@ def _tables_of_completions(
     device: torch.device,
 ) -> Tensor:
     """Collective over the context- and pipeline-parallel ranks: gather the tensors `[T]` that `numbers` returns on the
-    last stage into tables by sample and sampled token.
-
-    An environment's tokens have no column: the state after a turn is the state before the next turn.
-
-    Returns:
-        Tables `[tables, N, C]`, float64 on the CPU, with zeros in the padding.
+    last stage into tables by sample and sampled token, `[tables, N, C]`, float64 on the CPU, with zeros in padding. An
+    environment's tokens have no column: the state after a turn is the state before the next.
     """
     samples = samples_of(minibatches)
     longest = max((shapes[index].num_sampled for index in samples), default=0)

@@ -64,7 +64,6 @@ class PolicyRoutes:
     """
 
     def __init__(self, state: TrainState, rl: RlConfig, replay: ReplayConfig) -> None:
-        """Create empty caches for the model in training."""
         self._state, self._replay = state, replay
         model = state.config.model
         # With rollout logprobs there is no pass for old logprobs, and no record to compare updates with.
@@ -106,15 +105,8 @@ class PolicyRoutes:
                 self._shift = router_shift.RouterShift(state.chunks, state.mesh, model, replay)
 
     def begin(self, rollout: Rollout, microbatches: Sequence[PolicyMicrobatch]) -> None:
-        """Forget the previous rollout batch and fetch the engine's routes for `rollout` from the ranks that have them.
-
-        Args:
-            rollout: the completions that this rank's model generated.
-            microbatches: all of this rank's microbatches of the rollout batch.
-
-        Raises:
-            RefusedCompletionsError: on all ranks, if completions lack routes for some tokens and
-                replay.missing="refuse".
+        """Forget the previous rollout batch and fetch the engine's routes for `rollout`, for all of this rank's
+        microbatches. Raises RefusedCompletionsError on all ranks, if tokens lack routes and replay.missing="refuse".
         """
         self._metrics, self._compared, self._faulty = [], [], {}
         self._num_completions, self._num_refused = rollout.rewards_PG.numel(), len(rollout.refused)
@@ -180,11 +172,8 @@ class PolicyRoutes:
 
     def settle(self) -> None:
         """Collective over the world, before any model learns: check the engine's routes by the passes since the last
-        call that compared them with the live choice under the same weights.
-
-        Raises:
-            RefusedCompletionsError: on all ranks, if the routes of single completions are wrong.
-            RoutingError: on all ranks, if the routes of too many completions or of a layer are wrong.
+        call that compared them with the live choice under the same weights. Raises RefusedCompletionsError on all ranks
+        if the routes of single completions are wrong, RoutingError if those of too many, or of a layer, are.
         """
         if not self._compared:
             return
@@ -197,9 +186,8 @@ class PolicyRoutes:
         self._compared = []
 
     def _refuse(self, faulty: Mapping[int, str], max_fraction: float) -> None:
-        """Raise an error if any sample is `faulty`; `faulty` has a sentence per sample, the same on all ranks.
-
-        At most `max_fraction` of the rollout batch may be left out.
+        """Raise an error if any sample is `faulty`, with a sentence each, the same on all ranks; at most `max_fraction`
+        of the rollout batch may be left out.
         """
         if not faulty:
             return
@@ -235,11 +223,8 @@ class PolicyRoutes:
     def update(
         self, microbatches: Sequence[PolicyMicrobatch | LocalMicrobatch], *, is_old_policy: bool
     ) -> Iterator[Routing]:
-        """Context for an optimizer step. Yields its routing.
-
-        Args:
-            microbatches: this rank's microbatches of the step, including texts that are mixed in.
-            is_old_policy: whether the weights are the old policy's and there was no pass for old logprobs.
+        """Context for an optimizer step; yields its routing. `microbatches` include texts that are mixed in.
+        `is_old_policy` says that the weights are the old policy's and there was no pass for old logprobs.
         """
         with ExitStack() as stack:
             routing = stack.enter_context(self._update(microbatches, is_old_policy=is_old_policy))
@@ -343,14 +328,8 @@ class PolicyRoutes:
         name: str | None,
         against: RoutingCache | None = None,
     ) -> Iterator[Routing]:
-        """Start a tape on entry and check its accounts on exit. Yields the routing.
-
-        Args:
-            microbatches: this rank's microbatches of the pass.
-            start: `RoutingTape.record`, `impose` or `observe`, which makes the routing.
-            cache: cache to record into or impose from. None if the model is dense: routing is then free.
-            name: prefix of the metrics' names; None: no metrics.
-            against: cache to compare a recording pass with.
+        """Start a tape on entry with `start` (`RoutingTape.record`, `impose` or `observe`) and check its accounts on
+        exit. Yields the routing, which is free without a `cache`. Without a `name` there are no metrics.
         """
         if cache is None:
             yield free_routing
@@ -378,9 +357,8 @@ class PolicyRoutes:
 
 
 def routes_of(prompt: Prompt, completion: Completion, group: int | None = None) -> "RolloutRoutes | None":
-    """Return the engine's routes of a completion of `group`; None if it returned none.
-
-    The last token of each segment is left out: it enters no layer, in generation as in training.
+    """Return the engine's routes of a completion of `group`; None if it returned none. The last token of each segment
+    is left out: it enters no layer.
     """
     if completion.experts_TLK is None:
         return None
@@ -405,18 +383,13 @@ class PolicyLogprobs:
     """Computes logprobs under the current weights of the policy's modules."""
 
     def __init__(self, chunks: Sequence[nn.Module], head: LogprobHead, *, is_moe: bool) -> None:
-        """Take the policy's modules and its logprob head; only a mixture of experts (`is_moe`) has routes to prove."""
         self.head = head
         self._chunks, self._is_moe = chunks, is_moe
 
     @torch.no_grad()
     def of(self, minibatch: Minibatch, routed: RoutedPass, *, is_imposed: bool) -> list[Tensor]:
-        """Collective over the world: return logprobs `[T]` of each microbatch, on the last stage only.
-
-        Args:
-            minibatch: the samples.
-            routed: opens the routing context of the pass.
-            is_imposed: whether this routing imposes routes, which the pass then has to prove.
+        """Collective over the world: return logprobs `[T]` of each microbatch, on the last stage only. `routed` opens
+        the pass's routing context, and the pass proves that this imposes routes, or imposes none (`is_imposed`).
         """
         chunks, microbatches = self._chunks, minibatch.microbatches
         with evaluating(chunks), routed(microbatches) as routing, self.proving(is_imposed=is_imposed):

@@ -44,12 +44,8 @@ def log_scores(router: TopKRouter, logits_tE: Tensor) -> Tensor:
 
 
 def layer_shift(old_tK: Tensor, experts_tK: Tensor, scores_tE: Tensor) -> Tensor:
-    """Return 1/K sum_k |log r(e_k) - log r_old(e_k)| for each token in one layer, `[t]`.
-
-    Args:
-        old_tK: log scores of the old router for the experts that it used.
-        experts_tK: ids of these experts; UNUSED entries do not count.
-        scores_tE: log scores of the current router for all experts.
+    """Return 1/K sum_k |log r(e_k) - log r_old(e_k)| for each token in one layer, `[t]`, from log scores for the old
+    router's experts (UNUSED entries do not count), and the current router's for all experts.
     """
     is_used_tK = experts_tK != UNUSED
     moved_tK = (scores_tE.gather(1, experts_tK.long().clamp_min(0)) - old_tK).abs() * is_used_tK
@@ -57,22 +53,13 @@ def layer_shift(old_tK: Tensor, experts_tK: Tensor, scores_tE: Tensor) -> Tensor
 
 
 class RouterShift:
-    """Records the old policy's router scores on a rollout batch, and computes the routers' shift in its updates.
-
-    Scores stay on the rank that recorded them, because an update runs the same microbatches as the pass for old
-    logprobs. Each pipeline stage sums the shifts over its layers and sends the sums to the last stage, which computes
-    the loss.
+    """Records the old policy's router scores on a rollout batch, and computes the routers' shift in its updates. Scores
+    stay on the rank that recorded them; each stage sends its sums over layers to the last stage, which computes the
+    loss.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, config: ReplayConfig) -> None:
-        """Prepare an empty record.
-
-        Args:
-            chunks: this rank's pipeline chunks.
-            mesh: the mesh that trains.
-            model: the whole model.
-            config: `replay`; scores are stored where routes are (`replay.store`).
-        """
+        """Prepare an empty record. Scores are stored where routes are (`replay.store`)."""
         self._chunks, self._mesh = list(chunks), mesh
         self._layers = {chunk: routed_layers([chunk]) for chunk in chunks}
         self._num_layers, self._top_k = sum(model.moe_layers), model.moe.top_k
@@ -122,9 +109,8 @@ class RouterShift:
 
     @contextmanager
     def comparing(self, layouts: Sequence[MicrobatchLayout], routing: Routing) -> Iterator[Routing]:
-        """Context for an update that compares its routers' scores with the recorded scores. Yields its routing.
-
-        The update's head calls `take` for each microbatch, in order.
+        """Context for an update that compares its routers' scores with the recorded scores. Yields its routing. The
+        update's head calls `take` for each microbatch, in order.
         """
         mesh, self._num_taken = self._mesh, 0
 

@@ -69,9 +69,8 @@ class RoutingSplit:
     routes after it."""
 
     def by_layer(self, age: Age, value: Callable[[RatioSums], float]) -> Iterator[tuple[int, float]]:
-        """Yield each layer with its contribution to the difference of `value` between live and given routes.
-
-        The contribution of a group is divided evenly among its layers.
+        """Yield each layer with its contribution to the difference of `value` between live and given routes; the
+        contribution of a group is divided evenly among its layers.
         """
         before = value(self.same[age])
         for layers, sums in self.between:
@@ -94,24 +93,14 @@ class RoutingSplits:
         updates_per_rollout: int,
         is_ahead: bool,
     ) -> None:
-        """Prepare this rank.
-
-        Args:
-            logprobs: the pass over the policy's modules.
-            routes: routing of the policy's passes.
-            replay: `replay`.
-            state: the policy in training.
-            updates_per_rollout: optimizer steps per rollout batch.
-            is_ahead: whether older weights may have sampled (rl.rollout.max_staleness).
-        """
+        """Prepare this rank. `is_ahead` says that older weights may have sampled (rl.rollout.max_staleness)."""
         self._logprobs, self._routes, self._replay, self._state = logprobs, routes, replay, state
         self._updates_per_rollout, self._is_ahead = updates_per_rollout, is_ahead
         self._is_due = False
 
     def before_updates(self, minibatches: Sequence[Minibatch]) -> list[Metric]:
-        """Split KL(rollout policy || trainer) of the first minibatch.
-
-        Returns no metrics without the engine's routes or without tokens to train on.
+        """Split KL(rollout policy || trainer) of the first minibatch. Returns no metrics without the engine's routes or
+        without tokens to train on.
         """
         rollouts = self._state.progress.step // self._updates_per_rollout
         self._is_due = rollouts % (self._replay.split_interval or 1) == 0
@@ -124,9 +113,8 @@ class RoutingSplits:
         return rollout_split_metrics(split, is_ahead=self._is_ahead)
 
     def after_updates(self, minibatches: Sequence[Minibatch]) -> list[Metric]:
-        """Split KL(old policy || policy) of the last minibatch.
-
-        Returns no metrics if no pass recorded the old policy's logprobs and routes, as for an on-policy update.
+        """Split KL(old policy || policy) of the last minibatch. Returns no metrics if no pass recorded the old policy's
+        logprobs and routes, as for an on-policy update.
         """
         minibatch = minibatches[-1]
         is_recorded = self._routes.has_old_routes and not minibatch.is_on_policy

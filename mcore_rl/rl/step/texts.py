@@ -37,10 +37,8 @@ class TextSource:
 
 
 class MixedHead(ReadsDeferredLogits):
-    """Computes the policy's loss on completions and the cross entropy on the texts that follow them (PTX).
-
-    Each loss is averaged over its own tokens. The schedule divides both by the number of completion tokens, so the sum
-    over the texts is first multiplied by the ratio of the two numbers.
+    """Computes the policy's loss on completions and the cross entropy on the texts that follow them (PTX). The schedule
+    divides both by completion tokens, so the texts' sum is first multiplied by completion tokens / text tokens.
     """
 
     wants_losses = False
@@ -48,14 +46,8 @@ class MixedHead(ReadsDeferredLogits):
     def __init__(
         self, policy: Head[PolicyMicrobatch], mesh: Mesh, *, vocab_size: int, chunk_tokens: int, weight: float
     ) -> None:
-        """Prepare one optimizer step.
-
-        Args:
-            policy: the policy's loss.
-            mesh: the mesh.
-            vocab_size: size of the tokenizer's vocabulary; larger ids have no probability.
-            chunk_tokens: number of positions with logits in fp32 at a time.
-            weight: rl.ptx.coeff x completion tokens / text tokens, trained tokens of the world.
+        """Prepare one optimizer step. Ids from `vocab_size` on have no probability; `chunk_tokens` positions at a time
+        have logits in fp32. `weight` is rl.ptx.coeff x completion tokens / text tokens, trained tokens of the world.
         """
         self._policy = policy
         self._mesh = mesh
@@ -102,14 +94,8 @@ class Texts:
     def __init__(
         self, dataset: SampleDataset, ptx: PtxConfig, state: TrainState, *, vocab_size: int, chunk_tokens: int
     ) -> None:
-        """Prepare this rank.
-
-        Args:
-            dataset: sequences for all steps of the run.
-            ptx: `rl.ptx`.
-            state: the policy in training.
-            vocab_size: size of the tokenizer's vocabulary; larger ids have no probability.
-            chunk_tokens: number of positions with logits in fp32 at a time.
+        """Prepare this rank. `dataset` has sequences for all steps of the run; ids from `vocab_size` on have no
+        probability; `chunk_tokens` positions at a time have logits in fp32.
         """
         self._state, self._mesh, self._device = state, state.mesh, state.platform.device
         self._source = BatchSource(dataset, micro_batch=1, dp_rank=self._mesh.dp.rank, dp_size=self._mesh.dp.size)
@@ -143,12 +129,8 @@ class Texts:
 
 
 def read_texts(config: RlRunConfig, chat: Chat, pad_id: int) -> TextSource:
-    """Return the texts of `rl.ptx` for all steps. A DataError names lines that are not conversations.
-
-    Args:
-        config: the run's config.
-        chat: the prompts' chat template.
-        pad_id: the token with which sequences are padded.
+    """Return the texts of `rl.ptx` for all steps, padded with `pad_id`. Raises DataError for lines that are not
+    conversations.
     """
     ptx, train, length = config.rl.ptx, config.train, config.packed_length
     num_sequences = train.steps * ptx.sequences

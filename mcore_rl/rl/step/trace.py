@@ -20,13 +20,11 @@ TRACED_GROUPS, TRACED_TOKENS = 4, 1000
 
 
 class TokenTrace:
-    """Collects on each rank what the passes over a rollout batch compute for single tokens of its first groups.
-
-    Numbers are by (sample, position): a logprob belongs to the token after its position, a route to the token at it.
+    """Collects on each rank what the passes over a rollout batch compute for single tokens of its first groups, by
+    (sample, position): a logprob belongs to the token after its position, a route to the token at it.
     """
 
     def __init__(self, group_size: int) -> None:
-        """Start without tokens."""
         self._num_samples = TRACED_GROUPS * group_size
         self._learned: dict[tuple[int, int], tuple[float, float]] = {}
         """Log ratio of the policy to the engine's logprob, and advantage, in the last update of the token."""
@@ -57,9 +55,8 @@ class TokenTrace:
         self, rollout: Rollout, decode: Callable[[Sequence[int]], str], mesh: Mesh
     ) -> dict[int, dict[str, Any]]:
         """Collective over the world: return the fields to add to each traced sample, on rank 0; empty elsewhere.
-
         `pieces` are the texts of the completion's tokens, `log_ratios` belong to them (None: not trained), `advantage`
-        is the mean over the trained tokens, `changed_routes` has the indices of tokens by the comparison's name.
+        is the mean over trained tokens, and `changed_routes` has indices of tokens by the comparison's name.
         """
         group_size = rollout.rewards_PG.shape[1]
         pieces = {
