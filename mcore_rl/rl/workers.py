@@ -246,7 +246,7 @@ class _Worker:
         return bool(poll.poll(0))
 
     def stop(self, patience_s: float) -> int | None:
-        """Close the pipe, end the process if it has not exited after `patience_s`, and return the exit status."""
+        """Close the pipe, end the process tree if it has not exited after `patience_s`, and return the exit status."""
         self.pipe.close()
         self.process.join(timeout=patience_s)
         if self.process.exitcode is None and self.process.pid is not None:

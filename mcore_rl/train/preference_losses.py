@@ -94,9 +94,8 @@ def pair_losses(
     probabilities_P: Tensor,
     config: DPOSection,
 ) -> PairLosses:
-    """Return the loss of each pair `[chosen, rejected]` that `config` selects, from logprobs of whole answers in nats;
-    reference logprobs are None for losses without a reference. Probabilities are those that the chosen answer is
-    better.
+    """Return the loss of each pair that `config` selects, from logprobs of whole answers in nats; the reference's are
+    None for losses without a reference. `probabilities_P` has the probability that the chosen answer is better.
     """
     assert config.uses_reference == (reference_logprobs_N is not None), config.loss
     gained_N = logprobs_N if reference_logprobs_N is None else logprobs_N - reference_logprobs_N

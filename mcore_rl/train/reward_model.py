@@ -45,8 +45,8 @@ def pair_losses(
 def pair_statistics(
     rewards_N: Tensor, pairs_P2: Tensor, probabilities_P: Tensor, lengths_N: Tensor
 ) -> dict[str, Tensor]:
-    """Return the sums for `reward_metrics`, float64 scalars. `probabilities_P` are those that the chosen answer is
-    better; ties have no correct order.
+    """Return the sums for `reward_metrics`, float64 scalars. `probabilities_P` has the probability that the chosen
+    answer is better; ties have no correct order.
     """
     chosen_P, rejected_P = pairs_P2.unbind(1)
     lengths_N = lengths_N.double()

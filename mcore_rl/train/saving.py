@@ -273,7 +273,8 @@ class Checkpoints:
 
     def _take_base(self, stored: StoredCheckpoint, *, is_own: bool) -> None:
         """Record the checkpoint with the weights that this run's checkpoints leave out: the loaded checkpoint's base
-        or, in a new run, itself. Raises ConfigError if a checkpoint of this run (`is_own`) has all weights.
+        or, in a new run from a checkpoint with all weights, itself. Raises ConfigError if a checkpoint of this run
+        (`is_own`) has all weights.
         """
         if self._state.config.checkpoint.weights == "all":
             return

@@ -80,8 +80,8 @@ class Critic:
         updates_per_rollout: int,
     ) -> None:
         """Prepare this rank. `state` has a scalar head; the timers of `policy` also time the critic. `routes`, from
-        `critic_routes`, are for `rl.advantage.critic.replay` (None: live routes). `updates_per_rollout` are the
-        policy's.
+        `critic_routes`, are for `rl.advantage.critic.replay` (None: live routes). `updates_per_rollout` counts the
+        policy's steps.
         """
         self.state, self._policy = state, policy
         self._routes = routes

@@ -172,7 +172,7 @@ class ReferencePass:
         return replace(objective, kl=objective.kl._replace(coeff=self.coeff))
 
     def after_updates(self, minibatches: Sequence[Minibatch], *, policy_has_learned: bool) -> list[Metric]:
-        """Adapt the KL coefficient to the rollout batch's KL, unless a critic warms up (`policy_has_learned`), and make
+        """Adapt the KL coefficient to the rollout batch's KL, if `policy_has_learned` (no critic warms up), and make
         the policy the reference every `rl.loss.reference_refresh_rollouts` rollout batches.
         """
         metrics = self._control(minibatches, policy_has_learned=policy_has_learned)

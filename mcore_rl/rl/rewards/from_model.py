@@ -171,7 +171,6 @@ class RewardModel:
         ]
 
     def _reading(self, group: Group, completion: Completion) -> Reading | FailedScore:
-        """Return the reading of a completion, or the failure if it cannot be read."""
         try:
             reading = self._read(group, completion)
         except DataError as error:
@@ -284,8 +283,8 @@ class RewardModels:
         return [model.waiting_bytes for model in self._models]
 
     def outcomes(self, groups: Sequence[Group], *, are_counted: bool) -> Mapping[str, list[Outcome]]:
-        """Return, by part, the outcome of each of this replica's completions in order, normalized if configured.
-        `are_counted` scores update the running mean and deviation; evaluation scores do not.
+        """Return, by part, the outcome of each of this replica's completions in order, normalized if configured. Scores
+        that `are_counted` update the running mean and deviation; those of an evaluation do not.
         """
         found = {}
         for model in self._models:

@@ -133,8 +133,8 @@ def positions(scored: RewardInput, *, answer_pattern: str) -> float:
 
 
 def numeric(scored: RewardInput, *, answer_pattern: str) -> float:
-    """Return 1 if the answer's number equals the reference's (1,000 = 1000.0 = 1e3, 1/2 = 0.5, 50% = 50), else 0. It is
-    the `stated_number` after `####` or in the match of `answer_pattern`, else the last number of the text. Raises
+    """Return 1 if the answer's number equals the reference's (1,000 = 1000.0 = 1e3, 1/2 = 0.5, 50% = 50), else 0. After
+    `####` or in the match of `answer_pattern` this is the `stated_number`, else the text's last number. Raises
     ValueError if the reference answer is not one number.
     """
     reference = after_marker(scored.answer)

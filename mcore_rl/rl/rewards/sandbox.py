@@ -148,17 +148,15 @@ class Sandbox:
             )
 
     def run(self, program: str, stdin: str = "", *, time_s: float | None = None) -> ProgramResult:
-        """Run the Python source `program` with `stdin` as its standard input for at most `time_s` (None: the sandbox's
-        limit).
-        """
+        """Run the Python source `program` on `stdin`, for at most `time_s` seconds (None: the sandbox's limit)."""
         limits = self.limits if time_s is None else self.limits._replace(time_s=time_s)
         with self._started(program, stdin, limits) as result:
             return result()
 
     def run_both(self, *programs: tuple[str, Mapping[str, Any]]) -> ProgramResult:
         """Run two programs, each in its own namespaces, with a pipe from either to the other; return the second's
-        result, whose end kills the first. Each is Python source with an object that it reads as JSON from its standard
-        input; the entry `pipes` has the file descriptors to read and to write.
+        result, and kill the first when the second ends. Each is Python source with an object that it reads as JSON from
+        its standard input; its entry `pipes` has the file descriptors to read and to write.
         """
         with ExitStack() as stack:
             ends = [end for _ in programs for end in os.pipe()]

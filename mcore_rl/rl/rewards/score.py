@@ -117,7 +117,7 @@ def refuse_failing_parts(
     num_failed: Mapping[str, int], num_scores: int, failures: Sequence[FailedPart], max_failed_fraction: float
 ) -> None:
     """Raise a TrainingError for the part that fails most often, if it exceeds the allowed fraction of its `num_scores`.
-    `num_failed` has the parts that training depends on; `failures`, at least the first of each part.
+    `num_failed` has the parts that training depends on; `failures` has at least the first of each part.
     """
     if not num_failed or not num_scores:
         return
@@ -402,7 +402,7 @@ def try_reward(
 ) -> tuple[FailedPart, ...]:
     """Score the reference answers of `prompts`, so that a reward function that always fails is found before the start,
     and return the failed scores. Reward models and the environment are left out. Raises TrainingError as
-    `refuse_failing_trial`.
+    `refuse_failing_trial` does.
     """
     functions = config.of_functions
     if functions is None:
