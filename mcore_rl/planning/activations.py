@@ -1,9 +1,7 @@
 """The activations that one transformer layer keeps for its backward pass, in closed form, by part of the layer.
 
-Two implementations of layers keep different tensors. TransformerEngine's ("te") follow arXiv 2205.05198, with attention
-that keeps no scores; ours ("torch") were counted in a forward pass, tensor by tensor
-(tests/unit/planning/test_kept_activations.py counts them again). Experts are evenly loaded, or the experts of a rank
-have a multiple of the mean.
+TransformerEngine's layers ("te") follow arXiv 2205.05198, with attention that keeps no scores; ours ("torch") were
+counted tensor by tensor (tests/unit/planning/test_kept_activations.py).
 """
 
 from collections.abc import Iterator
@@ -32,22 +30,14 @@ INDEX_BYTES = 8
 
 
 def layers_of(platform: PlatformConfig, *, allows_te: bool) -> Layers:
-    """Return the kind of layers that a run uses on GPUs: `auto` takes TransformerEngine to be installed there, as it
-    should be.
-
-    Reinforcement learning uses our own layers if its rollout engine shares them.
-    """
+    """Return the kind of layers of a run on GPUs; `auto` assumes that TransformerEngine is installed there."""
     is_ours = platform.layers in ("torch", "cpu") or (platform.layers == "auto" and not allows_te)
     return "torch" if is_ours or platform.device == "cpu" else "te"
 
 
 def load_of_fullest_rank(model: ModelConfig, mesh: MeshConfig, imbalance: float) -> float:
-    """Return the tokens that the experts of the fullest rank compute, as a multiple of the mean.
-
-    Args:
-        model: The model; choices beyond its experts' capacity are dropped.
-        mesh: The mesh; with ep = 1 each rank has all experts, and as many tokens as any other rank.
-        imbalance: Tokens sent to the fullest rank's experts, as a multiple of the mean.
+    """Return the tokens that the experts of the fullest rank compute, as a multiple of the mean; so is `imbalance`, the
+    tokens sent to them before a capacity drops choices.
     """
     load, capacity = imbalance if mesh.ep > 1 else 1.0, model.moe.capacity_factor
     return load if capacity is None else min(load, capacity)
@@ -99,7 +89,6 @@ class LayerActivations:
 
     @cached_property
     def _dropped(self) -> dict[str, tuple[str, ...]]:
-        """Parts that `platform.recompute_modules` leave out."""
         return {
             # Attention that keeps no scores has little to drop but statistics; its inputs stay.
             "core_attn": ("softmax_statistics", "with_sinks", "mask", "padded_values"),
@@ -117,12 +106,10 @@ class LayerActivations:
 
     @cached_property
     def _slice(self) -> int:
-        """Number of tokens with their residual stream on this rank."""
         return self.tokens // (self.mesh.tp if self.mesh.sequence_parallel else 1)
 
     @cached_property
     def _fp8_element(self) -> int:
-        """Bytes of one number of the input of a product with a weight."""
         return self.element if self.platform.fp8 == "none" else 1
 
     def _norms(self) -> Iterator[tuple[str, int]]:
@@ -221,21 +208,18 @@ class LayerActivations:
 
     @property
     def _heads(self) -> tuple[int, int]:
-        """Number of query heads and of key/value heads on this rank."""
         return self.model.num_heads // self.mesh.tp, max(1, self.model.num_kv_heads // self.mesh.tp)
 
     @property
     def _projected_heads(self) -> int:
-        """Number of heads of the product that makes queries, keys, values and gates, as a rank keeps it: with fewer
-        key/value heads than ranks it is gathered, and values are a view of the whole.
-        """
+        # With fewer key/value heads than ranks the product is gathered, and values are a view of the whole.
         model, (heads, kv_heads) = self.model, self._heads
         if model.num_kv_heads < self.mesh.tp:
             heads, kv_heads = model.num_heads, model.num_kv_heads
         return heads * (2 if family_of(model).has_output_gate else 1) + 2 * kv_heads
 
     def _attended(self, width: int) -> int:
-        """Bytes of attention's output; the 8-bit product behind it keeps its own copy."""
+        # Bytes; the 8-bit product behind attention keeps its own copy of the output.
         copy = 1 if self.platform.fp8 != "none" else 0
         return self.tokens * width * (self.element + copy)
 

@@ -1,7 +1,6 @@
 """The devices of a plan: peaks, memory and links from data sheets, and the part of the peaks that training reaches.
 
-The values of `Rates` are the best predictions of the 18 published runs of `python -m bench.plan`. They belong to the
-software of those runs. The speed of a new run depends most on `host_layer_s`.
+The values of `Rates` are fitted to the 18 published runs of `python -m bench.plan`.
 """
 
 import difflib
@@ -89,14 +88,12 @@ DEVICES: dict[str, Device] = {
     name: Device(name=name, peak_tflops=_peaks(*peaks), memory_gib=memory, links=Links(*links), source=source)
     for name, peaks, memory, links, source in _ROWS
 } | {name: Device(name=name, peak_tflops=_peaks(*peaks), source="NVIDIA's data sheet") for name, peaks in _PEAKS_ONLY}
-"""Every device by its name, for which the SXM module is listed if any. Peaks are half of the data sheets' numbers "with
-sparsity"."""
+"""Every device by its name (the SXM module if there is one). Peaks are without sparsity."""
 
 
 def known_device(cuda_name: str) -> Device | None:
-    """Return the device that CUDA calls `name`: the longest entry with all of its words in the name.
-
-    None if there is none, and for a MIG slice, which has only a part of the device.
+    """Return the device with the longest name whose words are all in CUDA's name; None for an unknown device or a MIG
+    slice.
     """
     words = set(re.split(r"[\s-]+", cuda_name))
     fits = [name for name in DEVICES if set(name.split()) <= words]
@@ -119,10 +116,8 @@ def device_named(name: str, field: str = "node.device") -> Device:
 
 
 def device_of(cluster: ClusterConfig) -> Device | None:
-    """Return the device of a cluster with its own domain and network; None if the cluster names none.
-
-    Raises:
-        ConfigError: If the name is unknown, or the node claims more memory than the device has.
+    """Return the device of a cluster with its own domain and network; None if the cluster names none. Raises
+    ConfigError if the name is unknown, or the node claims more memory than the device has.
     """
     node = cluster.node
     if node.device is None:
@@ -180,9 +175,7 @@ class Gpus:
 
 
 def parse_gpus(text: str) -> Gpus:
-    """Return the GPUs that a text such as `8xH100` names; ConfigError if it names none, or does not fill nodes of
-    eight.
-    """
+    """Return the GPUs that `8xH100` names; raises ConfigError if it names none, or does not fill nodes of eight."""
     match = GPUS.fullmatch(text.strip())
     if match is None or int(match[1]) == 0:
         raise ConfigError(f"--gpus {text}: wanted a number and a kind of GPU, as 8xH100.")
@@ -216,15 +209,13 @@ class Rates:
     nic: float = 0.80
     """Fraction of the network's bandwidth that collectives reach."""
     host_layer_s: float = 4e-3
-    """Seconds that the host takes to launch the forward pass of an MoE layer; a faster device waits for it. A dense
-    layer takes half. CUDA graphs and fused kernels lower it."""
+    """Seconds that the host takes to launch an MoE layer's forward pass; a dense layer takes half."""
     host_expert_s: float = 12e-6
     """Additional seconds for each expert of the rank."""
     host_fp8_s: float = 10e-6
     """Additional seconds for each expert with inputs cast to 8 bits."""
     host_memory_gbytes_per_s: float = 40.0
-    """Share of the main memory's bandwidth that each rank's Adam reaches on the CPU, in 10^9 bytes per second: a guess
-    (an eighth of 320 on a node with two CPUs), found in no published run."""
+    """Each rank's share of the main memory's bandwidth in Adam, 10^9 bytes per second: a guess, an eighth of 320."""
     host_link_gbytes_per_s: float = 25.0
     """Bandwidth between a device and main memory, in 10^9 bytes per second: a guess (PCIe 4 x16 at 80 %)."""
     hidden: float = 0.50
@@ -277,8 +268,7 @@ class Span:
 
 
 CALIBRATED = 1.2
-"""Width of the range of calibrated predictions, as a ratio: half of the error, as a logarithm, on published runs of a
-family that the rates were fitted to; a guess."""
+"""Ratio: half of the error, as a logarithm, on published runs of a fitted family; a guess."""
 KNOWN_FAMILIES = {"mixtral", "qwen3_moe", "deepseek_v3", "llama"}
 """Families of the published runs."""
 KNOWN_DEVICES = {"H100", "H800", "B200", "GB200"}
@@ -303,9 +293,7 @@ def rates_of(config: RatesConfig) -> Rates:
 def span_of_step(
     seconds: float, family: str, device: str, rates: Rates | None = None, *, has_adapters: bool = False
 ) -> Span:
-    """Return the range of a predicted step. Its width is the error on published runs (bench/plan.py), by ratio; no
-    published run trains low-rank adapters.
-    """
+    """Return the range of a predicted step, by the error on published runs (bench/plan.py), which had no adapters."""
     lower, higher = 1.3, 1.3
     if rates is not None and rates.source:
         lower, higher = CALIBRATED, CALIBRATED

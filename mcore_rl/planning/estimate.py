@@ -1,8 +1,7 @@
-"""An estimate of a run on a cluster: memory by stage, and seconds of a step as a range with its reasons; and the rates
-of a cluster from a finished run on it.
+"""An estimate of a run on a cluster: memory by stage, seconds of a step as a range, and rates from a finished run.
 
-The largest error in predictions of small models is the host's time to launch a layer's kernels. A calibration fits it
-if the predicted device waits for the host; otherwise no step depends on it, and only the speed of the device is fitted.
+A calibration fits the host's time to launch a layer if the predicted device waits for the host; else only the device's
+speed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -64,13 +63,8 @@ class Place:
         return workload_of(training, self.device, self.rates)
 
     def rl_step(self, training: Training, work: Workload, known: KnownParts | None = None) -> RlStep | None:
-        """Return the rollout batch of a training with its updates; None without reinforcement learning, or if the
-        number of servers is not known.
-
-        Args:
-            training: The training.
-            work: Its optimizer step (`workload`).
-            known: Parts of other steps of the same run and place, if there are any; more are added.
+        """Return the rollout batch with its updates; None without RL, or if the number of servers is not known. Parts
+        of other steps of the same run and place are read from `known` and added to it.
         """
         if training.rollouts is None:
             return None
@@ -87,17 +81,8 @@ def place_of(
     completion_tokens: int | None = None,
     imbalance: float | None = None,
 ) -> Place:
-    """Return the ranks of a cluster, in addition to nodes of servers.
-
-    Args:
-        cluster: The cluster.
-        server_nodes: Nodes of inference servers in addition.
-        completion_tokens: Mean length of a completion; None: half of the longest.
-        imbalance: Tokens sent to the experts of the fullest rank, as a multiple of the mean; None: from the cluster's
-            rates, if they have it.
-
-    Raises:
-        ConfigError: The cluster's device is not known by the name given.
+    """Return the ranks of a cluster, in addition to `server_nodes` of inference servers. `completion_tokens` is a mean
+    (None: half of the longest), `imbalance` a multiple of the mean load. Raises ConfigError for an unknown device.
     """
     node, rates = cluster.node, rates_of(cluster.rates)
     if imbalance is not None:
@@ -130,8 +115,7 @@ class StepEstimate:
     """Fractions of the step by activity, the largest first."""
     limits: list[Sensitivity]
     imbalance: dict[float, float]
-    """Load of the fullest rank's experts, as a multiple of the mean -> fraction of the speed that is lost; empty if the
-    load is an input, or every rank has all experts."""
+    """Load of the fullest rank's experts (multiple of the mean) -> fraction of the speed that is lost; may be empty."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,12 +131,10 @@ class Estimate:
     step: StepEstimate | None
     """Seconds of a step; None if nothing is known of the device's bandwidths."""
     bubble: float | None
-    """Fraction of the schedule, simulated, in which the busiest stage is idle; None without a pipeline, and for a
-    schedule that is too long to simulate."""
+    """Simulated fraction in which the busiest stage is idle; None without a pipeline or for too long a schedule."""
     warnings: list[str]
     fullest_by_load: dict[float, int]
-    """Load of the fullest rank's experts, as a multiple of the mean -> bytes of the fullest stage; empty if the load is
-    an input, or every rank has all experts."""
+    """Load of the fullest rank's experts (multiple of the mean) -> bytes of the fullest stage; may be empty."""
     rl: RlStep | None = None
     """Rollout batch with its updates; None without reinforcement learning, a known device, or known servers."""
 
@@ -256,13 +238,8 @@ class Planned:
 
 
 def plan_of_run(path: Path, stage: str, device_name: str, world_size: int) -> Planned | None:
-    """Return the plan of a run; None if its device is not in the table, or its config is from before a change.
-
-    Args:
-        path: Folder of the run.
-        stage: Its program, such as pretrain.
-        device_name: Its device, as CUDA calls it.
-        world_size: Number of its ranks.
+    """Return the plan of a run of the program `stage` in the folder `path`; None if its device (CUDA's name) is not in
+    the table, or its config is from before a change.
     """
     device = known_device(device_name)
     if stage not in PROGRAMS or device is None or device.links is None:
@@ -291,16 +268,8 @@ UPDATES = ("time/forward_backward_s", "time/optimizer_s")
 
 
 def calibrated(training: Training, place: Place, records: Sequence[Mapping[str, object]], name: str) -> RatesConfig:
-    """Return the rates with which the run's own step is predicted as it was measured.
-
-    Args:
-        training: The run's training.
-        place: Its place, with the device; an imbalance of its rates replaces the run's.
-        records: Its metrics, of metrics.jsonl.
-        name: Its folder, for the text.
-
-    Raises:
-        DataError: If the run has too few steps, or the device's bandwidths are not known.
+    """Return the rates with which the run's own step is predicted as metrics.jsonl (`records`) has it. Raises DataError
+    if the run has too few steps, or the device's bandwidths are not known.
     """
     work = place.workload(training)
     if work is None:
@@ -339,11 +308,8 @@ def calibrated(training: Training, place: Place, records: Sequence[Mapping[str, 
 
 
 def imbalance_of_run(ep: int, records: Sequence[Mapping[str, object]]) -> float | None:
-    """Return the tokens of the fullest expert-parallel rank's experts as a multiple of the mean; None if every rank has
-    all experts, or the run did not count.
-
-    It is the mean over MoE layers, as each layer waits for its fullest rank, and the median over the records. Counts
-    are of whole steps: single microbatches are less even.
+    """Return the tokens of the fullest rank's experts as a multiple of the mean, averaged over MoE layers, the median
+    of the records; None if every rank has all experts, or the run did not count.
     """
     if ep == 1:
         return None
@@ -352,7 +318,6 @@ def imbalance_of_run(ep: int, records: Sequence[Mapping[str, object]]) -> float 
 
 
 def _imbalance(loads: Any, ep: int) -> float:
-    """Return the load of the fullest of `ep` ranks over their mean, for tokens by layer and expert."""
     of_layers = []
     for layer in loads:
         if sum(layer):  # dense layers have zeros
@@ -363,9 +328,7 @@ def _imbalance(loads: Any, ep: int) -> float:
 
 
 def fitted_speed(work: Workload, seconds: float) -> dict[str, float]:
-    """Return the fields of RatesConfig with which a step takes this many seconds: `host_layer_s`, or `speed`, or
-    both.
-    """
+    """Return the fields of RatesConfig (`host_layer_s`, `speed`) with which a step takes this many seconds."""
 
     def with_host(host_s: float) -> float:
         return step(replace(work, rates=replace(work.rates, host_layer_s=host_s))).seconds
@@ -387,7 +350,7 @@ def fitted_speed(work: Workload, seconds: float) -> dict[str, float]:
 
 
 def _where(rising: Callable[[float], float], wanted: float, low: float, high: float) -> float:
-    """Return where a rising function has a value, by bisection; an end of the interval if the value is beyond it."""
+    """Return where a rising function has a value; an end of the interval if the value is beyond it."""
     if rising(low) >= wanted:
         return low
     if rising(high) <= wanted:

@@ -29,10 +29,9 @@ FORWARD_AND_BACKWARD = 3
 
 
 def train_flops_per_token(config: ModelConfig, seq_length: float, lora: LoraConfig | None = None) -> float:
-    """Return the model FLOPs of forward and backward pass for one token of a sequence of `seq_length` tokens.
+    """Return the model FLOPs of forward and backward pass for one token; with `lora` only its adapters are trained.
 
-    For packed sequences `seq_length` is the mean over tokens: sum of squared lengths / sum of lengths. With `lora` only
-    its adapters are trained.
+    For packed sequences `seq_length` is the mean over tokens: sum of squared lengths / sum of lengths.
     """
     return train_flops_by_length(config, lora)(seq_length)
 
@@ -104,7 +103,6 @@ def _forward_flops_by_length(config: ModelConfig) -> Callable[[float], dict[str,
 
 
 def _seen_positions(config: ModelConfig, layer: int, seq_length: float) -> float:
-    """Return the mean number of positions that a token of this layer attends to."""
     window = config.sliding_window if layer % 2 == 0 else None
     window = window or config.indexer.top_k
     if not window or window >= seq_length:
@@ -114,7 +112,7 @@ def _seen_positions(config: ModelConfig, layer: int, seq_length: float) -> float
 
 
 def _attention(config: ModelConfig) -> tuple[int, int]:
-    """Return a layer's multiply-adds for one token: of the projections, and of the scores with one visible position."""
+    """Return multiply-adds per token: of the projections, and of the scores with one visible position."""
     query = config.num_heads * config.head_dim
     key_value = 2 * config.num_kv_heads * config.head_dim
     gate = query if family_of(config).has_output_gate else 0
@@ -122,14 +120,13 @@ def _attention(config: ModelConfig) -> tuple[int, int]:
 
 
 def _indexer(config: ModelConfig) -> tuple[int, int]:
-    """Return an indexer's multiply-adds for one token: of the projections, and of the scores with one position."""
+    """Return multiply-adds per token: of the projections, and of the scores with one position."""
     shape, hidden = config.indexer, config.hidden_size
     queries = (config.mla.q_lora_rank or hidden) * shape.heads * shape.width
     return queries + hidden * (shape.width + shape.heads), shape.heads * shape.width
 
 
 def _delta_projections(config: ModelConfig) -> int:
-    """Return the multiply-adds of a gated delta net for one token, without its states."""
     delta = config.delta
     convolved = 2 * delta.query_width + delta.value_width
     projected = convolved + 2 * delta.value_width + 2 * delta.value_heads
@@ -137,7 +134,7 @@ def _delta_projections(config: ModelConfig) -> int:
 
 
 def _latent_attention(config: ModelConfig) -> tuple[int, int]:
-    """Return the same for multi-head latent attention in its training form, which expands keys and values."""
+    # Training form, which expands keys and values.
     mla, hidden = config.mla, config.hidden_size
     query = config.num_heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
     value = config.num_heads * mla.v_head_dim

@@ -1,10 +1,7 @@
 """Seconds of one transformer layer on one rank, forwards and backwards, by part: a roofline for each operation.
 
-A matrix product takes the larger of its arithmetic and its bytes; everything else its bytes. Volumes of tensor and
-sequence parallelism are from arXiv 2205.05198, the exchange of experts' tokens from arXiv 2412.19437 section 3.2
-(DeepEP: once to each node, then by NVLink), the rest of a data-parallel step is in planning/step.py. With low-rank
-adapters (arXiv 2106.09685) a frozen weight has no product for its gradient, and each adapter has two small products and
-a sum.
+A matrix product takes the larger of its arithmetic and its bytes; everything else its bytes. Sources: arXiv 2205.05198
+for tensor and sequence parallelism, 2412.19437 section 3.2 (DeepEP) for experts' tokens, 2106.09685 for adapters.
 """
 
 from collections.abc import Iterator
@@ -113,18 +110,8 @@ class Workload:
 
 
 def workload_of(training: Training, device: Device, rates: Rates) -> Workload:
-    """Return the optimizer step of a training on a device.
-
-    Lengths of completions and of compared answers are not known in advance: each is assumed to be as long as possible,
-    so that the step is the longest that can happen.
-
-    Args:
-        training: The training.
-        device: The device, with its bandwidths.
-        rates: Parts of the device's peaks that are reached.
-
-    Raises:
-        ConfigError: If the device has no products in the run's number format.
+    """Return the optimizer step of a training on a device, with completions and answers of the longest length. Raises
+    ConfigError if the device has no products in the run's number format.
     """
     model, mesh, platform = training.model, training.mesh, training.platform
     for name in (platform.precision, *(["fp8"] if platform.fp8 != "none" else [])):
@@ -217,9 +204,7 @@ class Roofline:
         return max(flops / (peak * part * full * deep), self.moved(moved)) + cast
 
     def linear(self, rows: int, columns: int, inner: int, group: int | None = None, *, fp8: bool = False) -> Seconds:
-        """Seconds of a linear layer: a product forwards; backwards, a product for the input, and a second product for
-        the weight if it is trained.
-        """
+        """Seconds of a linear layer; backwards, the product for the weight counts only if the weight is trained."""
         forward, backward = self._trained(rows, columns, inner, group, fp8=fp8)
         if self.work.lora.is_on:
             backward = self.product(rows, inner, columns, group, fp8=fp8)
@@ -235,15 +220,8 @@ class Roofline:
         blocks: int = 1,
         group: int | None = None,
     ) -> Seconds:
-        """Seconds of the low-rank adapters of a linear layer: both products, and the sum with the layer's output.
-
-        Args:
-            target: The layer's kind of module; if this kind has no adapters, the seconds are 0.
-            rows: Number of tokens in the product with A, and in the product with B.
-            columns: Outputs of the layer on this rank.
-            inner: Inputs of the layer on this rank.
-            blocks: Number of blocks of A, as many as the projections that the layer packs.
-            group: Number of experts, with `rows` rows each; None: the layer is a single matrix.
+        """Seconds of a layer's low-rank adapters: both products and the sum; 0 if `target` has none. `rows` are the
+        tokens in the products with A and B (of each of `group` experts), `blocks` the projections that the layer packs.
         """
         model, lora = self.work.model, self.work.lora
         if target not in lora.targets_in(model):
@@ -257,7 +235,6 @@ class Roofline:
         return low[0] + high[0] + added[0], low[1] + high[1] + added[1]
 
     def _trained(self, rows: int, columns: int, inner: int, group: int | None, *, fp8: bool) -> Seconds:
-        """Seconds of a product forwards, and of the products for both gradients backwards."""
         backward = self.product(rows, inner, columns, group, fp8=fp8)
         backward += self.product(columns, inner, rows, group, fp8=fp8)
         return self.product(rows, columns, inner, group, fp8=fp8), backward
@@ -407,7 +384,7 @@ def _attention(roof: Roofline) -> Iterator[tuple[str, Seconds]]:
 
 
 def _indexer(roof: Roofline) -> Iterator[tuple[str, Seconds]]:
-    """Yield the seconds of an indexer, which every tensor-parallel rank computes whole, and which has no gradient."""
+    # Every tensor-parallel rank computes the whole indexer, which has no gradient.
     work, model, shape, cp = roof.work, roof.work.model, roof.work.model.indexer, roof.work.mesh.cp
     length = work.sample_length or work.seq_length
     if shape.top_k is None or length <= shape.top_k:

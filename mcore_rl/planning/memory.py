@@ -1,12 +1,8 @@
-"""Memory of each rank and of its node, and the disk that a run takes, in closed form, so that what does not fit is
-known before hours are spent.
+"""Memory of each rank and of its node, and the disk that a run takes, in closed form.
 
-The device memory contains the weights of every model on the ranks, gradients, the rank's share of the optimizer state,
-the activations that forward passes keep for the backward pass (planning/activations.py), the recomputation of one
-layer, and the logits; for RL also the keys and values of rollouts, during which no activations are kept. Experts are
-evenly loaded, or the rank's experts have a given multiple of the mean. CUDA's context, NCCL's buffers and fragmentation
-are not in it: a cluster reserves room for them. The disk has checkpoints (weights, and with optimizer state three fp32
-numbers for each weight) and the samples of RL that people read; metrics and logs are small in comparison.
+Device memory counts weights of all models, gradients, optimizer state, kept activations (planning/activations.py), the
+recomputation of one layer, logits, and in RL keys and values of rollouts; not CUDA's context, NCCL's buffers and
+fragmentation. The disk counts checkpoints and the samples of RL.
 """
 
 import os
@@ -85,9 +81,7 @@ class Memory:
 
     @property
     def permanent(self) -> int:
-        """Bytes of weights, gradients and optimizer states in the update with the most of them; without a `store` in
-        which some wait, they are in use all the time.
-        """
+        """Bytes of weights, gradients and optimizer states in the update with the most of them."""
         return self.weights + self.gradients + self.optimizer
 
     @property
@@ -136,12 +130,7 @@ def memory_of_fullest_rank(training: Training) -> Memory:
 
 
 def memory_by_stage(training: Training, imbalance: float = 1.0) -> list[Memory]:
-    """Return the memory of one rank of each pipeline stage.
-
-    Args:
-        training: The training.
-        imbalance: Tokens sent to the rank's experts, as a multiple of the mean over ranks.
-    """
+    """Return a rank's memory on each pipeline stage; `imbalance` is its experts' load as a multiple of the mean."""
     stages = StageMemory(training, layout_of(training.models, training.mesh), imbalance)
     return [stages.of(stage) for stage in range(training.mesh.pp)]
 
@@ -203,9 +192,7 @@ class ModelBytes:
 
 @dataclass(frozen=True, slots=True)
 class LayerBytes:
-    """Bytes of the activations of a kind of layer: kept until its backward pass, and in total while it is
-    recomputed.
-    """
+    """Bytes of the activations of a kind of layer: kept until its backward pass, and in total while recomputed."""
 
     kept: int
     whole: int
@@ -328,7 +315,7 @@ class StageMemory:
         )
 
     def _logits(self, model: ModelConfig) -> int:
-        """Return the bytes of a microbatch's logits and their loss, on the last stage."""
+        # The last stage has the logits and their loss.
         layer, columns = self.layer, model.padded_vocab_size // self.training.mesh.tp
         chunk = self.training.platform.logits_chunk(layer.tokens, columns)
         if chunk is None:
@@ -339,9 +326,7 @@ class StageMemory:
         return chunk * columns * (layer.element + 3 * 4) + columns * model.hidden_size * (layer.element + 4)
 
     def _rollout_cache(self, rollouts: Rollouts, stage: int) -> int:
-        """Return the bytes of the native engine's cache, with room for the longest sample in every slot; 0 with
-        servers, which have other GPUs.
-        """
+        # Every slot has room for the longest sample; servers have other GPUs.
         engine = rollouts.engine
         if not isinstance(engine, InProcessConfig):
             return 0
@@ -396,7 +381,6 @@ class StageMemory:
 
 
 def _shared_choices(model: ModelConfig, layers: Sequence[int]) -> int:
-    """Count the choices of keys that layers of a chunk share."""
     mixers = [model.mixers[layer] for layer in layers]
     return sum(pair == ("indexed", "shared") for pair in pairwise(mixers))
 
@@ -520,8 +504,7 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 def local_memory_violations(training: Training, *, trains: bool) -> Iterator[str]:
     """Yield a sentence if weights (and, if it `trains`, gradients and optimizer state) exceed this machine's memory.
 
-    Activations are not counted: their estimate is rough on CPUs, and a refused config could never run. Nothing is known
-    of a GPU's memory before CUDA is asked.
+    Activations, a rough estimate on CPUs, are not counted, nor is a GPU's memory.
     """
     device = training.platform.device
     if device == "cuda" or (device == "auto" and NVIDIA_DRIVER.exists()):

@@ -1,10 +1,7 @@
 """Seconds of a reinforcement-learning step by its parts, as a lower bound: generation, passes, updates, new weights.
 
-A step of decoding reads the weights that its tokens touch and their keys and values once (or computes, if that takes
-longer), sends two small messages a layer, and costs the host a fixed time. Lengths of completions are log-normal, cut
-at the longest. Not included are the engine's scheduler, environments, rewards, and queues between processes. Published
-steps took 1.1 to 4.4 times as long (`python -m bench.plan`), so that the bound has to be calibrated with a run
-(planning/estimate.py).
+Lengths of completions are log-normal, cut at the longest. The engine's scheduler, environments, rewards and queues are
+not included: published steps took 1.1 to 4.4 times as long (`python -m bench.plan`).
 """
 
 from collections.abc import Callable
@@ -94,9 +91,7 @@ class KnownParts:
 def known_layers(
     work: Workload, known: dict[tuple[Any, ...], dict[LayerKind, LayerTimes]]
 ) -> dict[LayerKind, LayerTimes]:
-    """Return the seconds of the layers, which do not depend on pipeline stages; `known` has the same run's earlier
-    results.
-    """
+    """Return the seconds of the layers, which no pipeline stage changes, with `known` as a cache."""
     mesh = work.mesh
     key = (mesh.tp, mesh.ep, mesh.etp, mesh.cp, work.micro_batch, work.recompute, work.recompute_modules)
     if key not in known:
@@ -132,14 +127,8 @@ def engine_of(training: Training, server_gpus: int, rates: Rates) -> Engine | No
 
 
 def rl_step(training: Training, work: Workload, engine: Engine, mean_tokens: float | None, known: KnownParts) -> RlStep:
-    """Return the rollout batch of a run with its updates.
-
-    Args:
-        training: The run, which has rollouts.
-        work: Its update with completions of the longest length (`planning.layer_times.workload_of`).
-        engine: Its engine (`engine_of`).
-        mean_tokens: Mean length of a completion; None for half of the longest.
-        known: Parts of other steps of the same run and place.
+    """Return the rollout batch of a run with its updates. `work` is its update with completions of the longest length,
+    `mean_tokens` their mean length (None: half of the longest), `known` a cache for the same run and place.
     """
     rollouts = training.rollouts
     assert rollouts is not None
@@ -187,9 +176,7 @@ def forward_seconds(work: Workload, layers: dict[LayerKind, LayerTimes] | None =
 def generation(
     model: ModelConfig, device: Device, engine: Engine, lengths: Lengths, rates: Rates
 ) -> tuple[float, float]:
-    """Return the seconds of a rollout batch, and the seconds in which less than a tenth of the completions is in
-    progress.
-    """
+    """Return the seconds of a rollout batch, and those in which under a tenth of the completions is in progress."""
     rows = lengths.num_completions / engine.replicas
     slots = min(rows, float(engine.slots))
     context = lengths.prompt + lengths.mean / 2
@@ -224,10 +211,7 @@ def decode_seconds(
     rates: Rates,
     weights: tuple[int, int] | None = None,
 ) -> float:
-    """Return the seconds in which a replica samples a token of each of `rows` completions.
-
-    Numbers of weights outside of routed experts and in them may be known already.
-    """
+    """Return the seconds of one token for `rows` completions; `weights` are as `_weights` returns them."""
     links = device.links
     assert links is not None, f"no bandwidths of {device.name}"
     element = 2
@@ -247,9 +231,7 @@ def decode_seconds(
 
 
 def push_seconds(num_weights: int, work: Workload, engine: Engine) -> float:
-    """Return the seconds in which `num_weights` weights reach every server once, over the network and within each
-    server.
-    """
+    """Return the seconds in which `num_weights` weights reach every server once."""
     total = 2 * num_weights
     roof_nic = work.links.nic_gbit_per_s / 8 * 1e9 * work.rates.nic
     roof_link = work.links.link_gbytes_per_s * 1e9 * work.rates.link
@@ -282,7 +264,7 @@ def _weights(model: ModelConfig) -> tuple[int, int]:
 
 
 def _cached_numbers(model: ModelConfig, engine: Engine) -> float:
-    """Return how many numbers the cache holds per token on a GPU; a server keeps latents, our engine all heads."""
+    # A server keeps latents, our engine all heads.
     if family_of(model).is_latent:
         mla = model.mla
         heads = model.num_heads / engine.tp

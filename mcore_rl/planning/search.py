@@ -1,6 +1,4 @@
-"""Every mesh of a run on a number of ranks that passes the checks and fits, by predicted speed: the meshes that divide
-the model, with micro-batches and recomputation.
-"""
+"""Every mesh of a run that passes the checks and fits, by predicted speed, with micro-batches and recomputation."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -50,10 +48,7 @@ class KeptActivations:
 
 
 def meshes(training: Training, ranks_per_node: int) -> Iterator[MeshConfig]:
-    """Yield every mesh on which sizes divide; the checks of the program decide about the rest.
-
-    Tensor parallelism stays inside a node. All other fields of `mesh` are taken from the training, and dp is the rest.
-    """
+    """Yield every mesh on which sizes divide, with tp inside a node; fields beyond the sizes are the training's."""
     base, model, world_size = training.mesh, training.model, training.world_size
     stages = [pp for pp in _divisors(world_size) if pp <= min(model.num_layers, MAX_STAGES)]
     for pp in stages:
@@ -88,9 +83,7 @@ def kept_activations(training: Training) -> list[KeptActivations]:
 
 
 def relaxed(training: Training) -> Iterator[Training]:
-    """Yield the training with further tensors in main memory that are on the device and may wait: the routes of replay
-    first, which cost little, then the state of the optimizer, then both.
-    """
+    """Yield the training with routes of replay in main memory (cheap), then with optimizer state, then both."""
     routes, rollouts = None, training.rollouts
     if rollouts is not None and training.model.is_moe and rollouts.route_store == "device":
         routes = replace(training, rollouts=replace(rollouts, route_store="pinned"))
@@ -189,11 +182,7 @@ def _expert_parallel(model: ModelConfig, ranks: int, etp: int) -> Iterator[int]:
 def _stages(
     model: ModelConfig, pp: int, vpp: int
 ) -> Iterator[tuple[int | None, int | None, Literal["balanced"] | None]]:
-    """Yield layers of first and last stage, and a layout of the chunks.
-
-    All stages are equal if the layers divide; else the first and last have fewer. Chunks are balanced if layers divide
-    together with embedding, output and the multi-token-prediction layers.
-    """
+    """Yield layers of first and last stage, which have fewer if layers do not divide, and the chunks' layout."""
     layers = model.num_layers
     if layers % (pp * vpp) == 0:
         yield None, None, None
@@ -237,8 +226,7 @@ class Choice:
     """The training on this mesh."""
     memory: Memory
     seconds: float | None
-    """Predicted seconds of a step, or of the whole step `rl` of reinforcement learning if it is known; None if nothing
-    is known of the device."""
+    """Predicted seconds of a step, in RL of the whole step `rl`; None if the device is unknown."""
     rl: RlStep | None
     """Rollout batch with its updates; None without reinforcement learning, a known device, or known servers."""
 
@@ -285,10 +273,8 @@ class Search:
         return [choice for choice in self.choices if choice.memory.total <= enough] or self.choices
 
     def shortlist(self) -> list[Choice]:
-        """Return the fastest choice of each layout among the choices that a prediction cannot tell apart from the
-        fastest.
-
-        Choices that leave less than SPARE of the device's memory are left out if any mesh leaves it.
+        """Return the fastest choice of each layout among those that a prediction cannot tell apart from the fastest,
+        without those that leave less than SPARE of the device's memory if any mesh leaves it.
         """
         choices = self.with_spare()
         fastest = choices[0].seconds if choices else None
@@ -359,10 +345,8 @@ class Search:
 
 
 def search(config: RunConfig, world_size: int, place: Place) -> Search:
-    """Return all combinations that the program's checks accept and that fit, in a fixed order.
-
-    If none leaves SPARE of the device's memory, meshes with routes of replay and optimizer state in main memory are
-    included.
+    """Return all combinations that the checks accept and that fit, in a fixed order. Meshes with routes and optimizer
+    state in main memory are added if no other leaves SPARE of the device's memory.
     """
     program = program_of(config)
 
@@ -391,7 +375,7 @@ def _waiting(training: Training) -> tuple[bool, bool]:
 
 
 def _distance(old: Training, new: Training) -> float:
-    """Return how far two choices are from each other, in doublings, steps of recomputation, and layouts."""
+    """Return the distance in doublings, steps of recomputation, and layouts."""
     sizes = [(getattr(old.mesh, axis), getattr(new.mesh, axis)) for axis in ("tp", "pp", "vpp", "ep", "cp")]
     sizes.append((old.micro_batch, new.micro_batch))
     kinds = [RECOMPUTE.index(training.platform.recompute) for training in (old, new)]

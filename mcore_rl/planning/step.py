@@ -1,8 +1,7 @@
-"""Seconds of an optimizer step: the schedule of its forward and backward passes, layers, pipeline, exchange of
-gradients, optimizer; and its limit.
+"""Seconds of an optimizer step by its parts, and its limit.
 
-The order of passes on a stage is that of Megatron's schedules (1F1B, and interleaved, arXiv 2104.04473). A single plan
-plays it through with the times of each chunk; a search takes the bubble in closed form.
+The order of passes is that of Megatron's schedules (1F1B, and interleaved, arXiv 2104.04473). A single plan simulates
+it with the times of each chunk; a search takes the bubble in closed form.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,11 +22,7 @@ Pass = tuple[Kind, int, int]
 
 
 def schedule(pp: int, vpp: int, num_microbatches: int, stage: int) -> list[Pass]:
-    """Return the passes of a stage in Megatron's order.
-
-    With more than one chunk on a stage, microbatches go round in groups of `pp`: all of a group through the first
-    chunk, then through the next.
-    """
+    """Return a stage's passes in Megatron's order; with several chunks microbatches go round in groups of `pp`."""
     total = num_microbatches * vpp
     if vpp == 1:
         warmup = pp - stage - 1
@@ -45,9 +40,7 @@ def schedule(pp: int, vpp: int, num_microbatches: int, stage: int) -> list[Pass]
 
 
 def chunks_in_flight(mesh: MeshConfig, stage: int, num_microbatches: int) -> int:
-    """Return the largest number of a stage's model chunks that wait for their backward pass after the forward pass
-    (1F1B).
-    """
+    """Return the largest number of a stage's model chunks that wait for their backward pass (1F1B)."""
     if mesh.vpp == 1:
         return min(mesh.pp - stage, num_microbatches)
     # Megatron's warm-up of the interleaved schedule (arXiv 2104.04473), and the microbatch in its forward pass.
@@ -93,13 +86,8 @@ def simulate(
     *,
     overlap: bool = False,
 ) -> Simulation:
-    """Return when each pass happens: after the pass before it on its stage, and after the pass that makes its input.
-
-    Args:
-        passes: Passes of each stage, in order.
-        seconds_of: Seconds of a pass by kind, stage and chunk.
-        message_s: Seconds of a message between two stages.
-        overlap: Whether messages travel during the computation; if not, both stages wait for them.
+    """Return when each pass of each stage happens. A message between stages takes `message_s` seconds, in which both
+    stages wait without `overlap`.
     """
     pp = len(passes)
     vpp = 1 + max(chunk for stage in passes for _, chunk, _ in stage)
@@ -169,7 +157,6 @@ def _chunk_times(
     output: tuple[float, float],
     message_s: float,
 ) -> ChunkTimes:
-    """Return the times of a mesh with layers that take `layers[kind]` seconds forwards and backwards."""
     kinds, last = model.layer_kinds, (mesh.pp - 1, mesh.vpp - 1)
     seconds: dict[tuple[int, int], tuple[float, float]] = {}
     for stage, chunks in enumerate(layers_by_chunk(model, mesh)):
@@ -191,9 +178,7 @@ def _before(kind: Kind, place: int, last: int) -> tuple[Kind, int] | None:
 LEAST_EXPOSED = 0.1
 """Smallest part of the exchange of gradients that computation does not hide."""
 MAIN_MOVED_BYTES = 2 * 4 + 2
-"""Bytes that Adam moves for a weight of its share apart from gradient and moments: the fp32 copy, read and written,
-and the new weight.
-"""
+"""Bytes that Adam moves for a weight besides gradient and moments: fp32 copy, read and written, and new weight."""
 
 HOST_LINK_BYTES = 4 + 2
 """Bytes of an offloaded weight that travel: the fp32 gradient to main memory, the 16-bit weight back."""
@@ -253,12 +238,7 @@ def message_seconds(work: Workload) -> float:
 
 
 def step(work: Workload, layers: dict[LayerKind, LayerTimes] | None = None) -> Step:
-    """Return the seconds of a step, with the bubble of the schedule in closed form (arXiv 2104.04473).
-
-    Args:
-        work: The step.
-        layers: Seconds of the layers, if they are known already: a search has many steps of the same layers.
-    """
+    """Return the seconds of a step, the bubble in closed form (arXiv 2104.04473); `layers` may be known already."""
     stages = stage_times(work, layers or all_layer_times(work))
     totals = [stage.forward + stage.backward for stage in stages]
     slowest, count, vpp, pp = max(totals), work.num_microbatches, work.mesh.vpp, work.mesh.pp
@@ -271,7 +251,7 @@ def step(work: Workload, layers: dict[LayerKind, LayerTimes] | None = None) -> S
 
 
 def _finish(work: Workload, slowest: float) -> dict[str, float]:
-    """Return the seconds of gradients, parameters and optimizer, without the part hidden by computation."""
+    """Return seconds by part, without those hidden by computation."""
     roof, mesh = Roofline(work), work.mesh
     stages = with_adapters(weights_by_stage(work.model, work.mesh), work.lora, work.model, work.mesh)
     if work.lora.is_on:
@@ -304,12 +284,11 @@ def _finish(work: Workload, slowest: float) -> dict[str, float]:
 
 
 def _state_moved_bytes(work: Workload) -> int:
-    """Return the bytes that Adam moves for a weight of its share; moments are read and written."""
+    # Moments are read and written.
     return MAIN_MOVED_BYTES + work.gradient_bytes + 2 * work.moment_bytes
 
 
 def _offloaded(work: Workload, weights: float) -> float:
-    """Return the seconds in which the CPU updates a rank's offloaded weights."""
     rates = work.rates
     update = weights * _state_moved_bytes(work) / (rates.host_memory_gbytes_per_s * 1e9)
     travel = weights * HOST_LINK_BYTES / (rates.host_link_gbytes_per_s * 1e9)

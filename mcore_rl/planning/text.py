@@ -106,7 +106,7 @@ def run_line(plan: Estimate) -> str:
 
 
 def _checkpoints(plan: Estimate) -> str:
-    """Return size and number of checkpoints, and the seconds to write a checkpoint, which the file system decides."""
+    # The file system decides the seconds to write a checkpoint.
     disk = disk_of(plan.training)
     nodes = -(-plan.training.world_size // plan.place.ranks_per_node)
     seconds = disk.checkpoint / (nodes * STORAGE_BYTES_PER_S)
@@ -282,7 +282,6 @@ def search_lines(found: Search, shown: list[Choice]) -> Iterator[str]:
 
 
 def _bound_line(rollouts: Rollouts, choice: Choice, place: Place) -> str:
-    """Return a line that explains the seconds of choices in reinforcement learning, and which engine generates."""
     if choice.rl is None:
         return "Seconds are those of an update: how many GPUs the servers have is not known. Give --server-nodes N"
     generator = "the engine on these ranks"

@@ -156,8 +156,8 @@ class Training:
 
 
 def training_of(config: RunConfig, world_size: int) -> Training:
-    """Return a config's training on this many ranks, for which the config has passed the checks; on GPUs, unless its
-    `platform.precision` is decided or its device is a CPU.
+    """Return the training of a config that has passed the checks for this many ranks; on GPUs unless the config says
+    CPU.
     """
     trained = ModelOnRanks(name="model", model=config.model, optim=config.optim, lora=config.lora)
     return Training(
@@ -178,7 +178,7 @@ def training_of(config: RunConfig, world_size: int) -> Training:
 
 
 def _models_of_rl(config: RlRunConfig, trained: ModelOnRanks) -> tuple[ModelOnRanks, ...]:
-    """Return every model of a run, the model with the largest activations first."""
+    # The model with the largest activations comes first.
     rl = config.rl
     policy = replace(trained, name="policy", store=rl.update.store, weights_stay=True)
     # Swapped models are the policy's size, with adapters where the policy has them.

@@ -1,6 +1,4 @@
-"""The layers of each pipeline stage, the number of weights and of adapters' parameters on each rank, in closed form
-from the shape of the model and the mesh; and where a rank is in the mesh, with the groups that it communicates with.
-"""
+"""Layers of each pipeline stage, weights and adapters of each rank in closed form, and a rank's place in the mesh."""
 
 from collections import Counter
 from dataclasses import dataclass, fields
@@ -96,10 +94,7 @@ def weights_by_stage(model: ModelConfig, mesh: MeshConfig) -> list[Weights]:
 
 
 def layers_by_chunk(model: ModelConfig, mesh: MeshConfig) -> list[list[range]]:
-    """Return the indices of the layers of each pipeline stage's chunks: `[stage][chunk]`.
-
-    Layers are dealt out in rounds, one chunk of each stage at a time.
-    """
+    """Return the indices of layers by `[stage][chunk]`; chunks are dealt out in rounds over the stages."""
     stages: list[list[range]] = [[] for _ in range(mesh.pp)]
     layer = 0
     for index, count in enumerate(mesh.chunk_layers(model.num_layers, model.mtp_layers)):
@@ -153,14 +148,11 @@ def layer_weights(model: ModelConfig, mesh: MeshConfig, kind: LayerKind) -> Weig
 
 
 def _yarn_tables(model: ModelConfig, width: int) -> Weights:
-    """Return the size of YaRN's tables of cosines and sines, for heads with `width` rotated numbers."""
     return Weights(buffers=2 * model.rope.original_length * width if model.rope.scaling == "yarn" else 0)
 
 
 def _attention(model: ModelConfig, family: Family, tp: int) -> int:
-    """Return the weights of grouped-query attention; with fewer key/value heads than ranks, each rank has a part of a
-    head and gathers the product.
-    """
+    # With fewer key/value heads than ranks, each rank has a part of a head and gathers the product.
     hidden, head = model.hidden_size, model.head_dim
     heads, gates = model.num_heads, model.num_heads if family.has_output_gate else 0
     projected = head * (heads + gates + 2 * model.num_kv_heads) // tp
@@ -178,7 +170,7 @@ def _attention(model: ModelConfig, family: Family, tp: int) -> int:
 
 
 def _delta_net(model: ModelConfig, tp: int) -> int:
-    """Return the weights of a gated delta net; its gated norm is whole on every tensor-parallel rank."""
+    # The gated norm is whole on every tensor-parallel rank.
     delta, hidden = model.delta, model.hidden_size
     convolved = 2 * delta.query_width + delta.value_width
     projected = convolved + delta.value_width + 2 * delta.value_heads
@@ -187,9 +179,7 @@ def _delta_net(model: ModelConfig, tp: int) -> int:
 
 
 def delta_state_bytes(model: ModelConfig, tp: int, element: int) -> int:
-    """Return the bytes that a gated delta net keeps of a completion, whatever its length: a state in fp32, and the last
-    inputs of its convolution in numbers of `element` bytes.
-    """
+    """Return the bytes that a gated delta net keeps of a completion: an fp32 state, and inputs of `element` bytes."""
     delta = model.delta
     state = FP32_BYTES * delta.value_heads * delta.key_dim * delta.value_dim
     inputs = element * (delta.conv_width - 1) * (2 * delta.query_width + delta.value_width)
@@ -197,7 +187,7 @@ def delta_state_bytes(model: ModelConfig, tp: int, element: int) -> int:
 
 
 def _indexer(model: ModelConfig) -> int:
-    """Return the weights of an indexer, which is whole on every tensor-parallel rank."""
+    # The indexer is whole on every tensor-parallel rank.
     shape, hidden = model.indexer, model.hidden_size
     queries = (model.mla.q_lora_rank or hidden) * shape.heads * shape.width
     # The 2 are the weight and the bias of the keys' norm.
@@ -205,7 +195,7 @@ def _indexer(model: ModelConfig) -> int:
 
 
 def _latent_attention(model: ModelConfig, tp: int) -> int:
-    """Return the weights of latent attention; its down-projections are whole on every tensor-parallel rank."""
+    # Down-projections are whole on every tensor-parallel rank.
     hidden, mla, heads = model.hidden_size, model.mla, model.num_heads // tp
     query = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
     if mla.q_lora_rank:
@@ -243,10 +233,8 @@ def active_adapters(lora: LoraConfig, model: ModelConfig) -> int:
 
 
 def layer_adapters(lora: LoraConfig, model: ModelConfig, mesh: MeshConfig, kind: LayerKind) -> Weights:
-    """Return the adapters of one transformer layer on one rank.
-
-    A of a layer that splits its outputs is whole on every tensor-parallel rank, with rows for each projection, and so
-    is B of a layer that splits its inputs; the other of the two is split.
+    """Return a layer's adapters on one rank; A is whole where the layer splits its outputs, B where it splits its
+    inputs.
     """
     targets, moe, tp = lora.targets_in(model), model.moe, mesh.tp
     found = Weights()
@@ -265,19 +253,18 @@ def layer_adapters(lora: LoraConfig, model: ModelConfig, mesh: MeshConfig, kind:
 
 
 def _gated(model: ModelConfig, width: int, *, num_blocks: int) -> int:
-    """Return the inputs and outputs of both matrices of a gated MLP with `width` on this rank."""
+    """Return the inputs and outputs of both matrices; `width` is this rank's."""
     return num_blocks * model.hidden_size + 2 * width + width + model.hidden_size
 
 
 def _adapter_sizes(model: ModelConfig, tp: int) -> int:
-    """Return the inputs and outputs of queries, keys and values, and of the output's projection."""
     hidden, head = model.hidden_size, model.head_dim
     queries, keys = model.num_heads // tp * head, max(1, model.num_kv_heads // tp) * head
     return 3 * hidden + queries + 2 * keys + queries + hidden
 
 
 def _latent_adapter_sizes(model: ModelConfig, tp: int) -> int:
-    """Return the same of latent attention; its down-projections are whole on every tensor-parallel rank."""
+    # Down-projections are whole on every tensor-parallel rank.
     hidden, mla, heads = model.hidden_size, model.mla, model.num_heads // tp
     queries = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
     query_path = hidden + queries
