@@ -21,16 +21,14 @@ MAX_PROBLEMS = 5
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.0005, 0.1
 """Seconds between two looks at who has arrived: at first, and after a while."""
 NOTE_S, FIRST_REPORT_S = 5.0, 30.0
-"""Seconds after which a rank notes that it waits, and after which a line names the ranks that have not; each further
-line comes after twice as many."""
+"""Seconds until a rank notes that it waits, and until a line names the missing ranks; then twice as many."""
 
 
 def wait_for_hosts() -> None:
     """Collective over the world: return when all ranks are here, however long their work outside of collectives takes.
 
-    Whatever waits for a server, a reward, a disk or a user's code ends here and not within a collective, whose limit
-    (`platform.timeout_s`) is for computation that all ranks do. The watchdog ends what waits too long (`train.hang_s`).
-    Signals are served meanwhile, and a line on stderr names the ranks that others wait for, at growing intervals.
+    All waiting for servers, rewards or disks ends here, not in a collective with its `platform.timeout_s`;
+    `train.hang_s` limits it.
     """
     if dist.get_world_size() == 1:
         return
@@ -57,7 +55,6 @@ class _Patience:
     num_waits: int = 0
 
     def note(self) -> None:
-        """Note in the ranks' store that this rank waits."""
         dist.distributed_c10d._get_default_store().set(f"waiting/{self.num_waits}/{dist.get_rank()}", "")
 
     def report(self, waited_s: float) -> None:
@@ -77,9 +74,7 @@ def patience_of(world: dist.ProcessGroup) -> _Patience:
 
 
 def on_rank_zero(action: Callable[[], T]) -> T:
-    """Collective over the world: return what `action()` returned on rank 0; a McoreRlError there is raised on all. The
-    action may take any time.
-    """
+    """Collective over the world: return rank 0's `action()`, however long it takes; all raise its McoreRlError."""
     box: list[Any] = [_outcome(action) if dist.get_rank() == 0 else None]
     wait_for_hosts()
     dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
@@ -91,8 +86,8 @@ def on_rank_zero(action: Callable[[], T]) -> T:
 
 
 def on_every_rank(action: Callable[[], T]) -> T:
-    """Collective over the world: return this rank's `action()`; all ranks raise the first rank's McoreRlError. The
-    action may take any time, and wait for what is not a rank.
+    """Collective over the world: return this rank's `action()`, which may take any time and wait for what is not a
+    rank. All ranks raise the first rank's McoreRlError.
     """
     value, error = _outcome(action)
     wait_for_hosts()
@@ -108,8 +103,8 @@ def on_every_rank(action: Callable[[], T]) -> T:
 
 
 def from_first_of_model(value: T, mesh: Mesh, of_stage: Callable[[T, int], T] | None = None) -> T:
-    """Collective over the ranks of each model (tensor- and pipeline-parallel): return the first rank's `value`, or with
-    `of_stage` what this makes of it for the rank's pipeline stage, so that no stage is sent what only others need.
+    """Collective over the ranks of each model (tensor- and pipeline-parallel): return the first rank's `value`, or what
+    `of_stage` makes of it there for this rank's pipeline stage.
     """
     # tp first: then every rank of the first stage has the value, and each sends it down its own pipeline.
     box, pp = [value], mesh.pp
@@ -126,9 +121,7 @@ def from_first_of_model(value: T, mesh: Mesh, of_stage: Callable[[T, int], T] | 
 
 
 def refuse_anywhere(problems: Sequence[str], kind: type[McoreRlError]) -> None:
-    """Collective over the world: where any rank has problems, raise `kind` on all ranks with the problems of the
-    first such rank.
-    """
+    """Collective over the world: raise `kind` on all ranks with the problems of the first rank that has any."""
     # One number first: nearly always nothing is wrong, and gathering objects takes three times as long.
     if not world_max(len(problems)):
         return
@@ -141,9 +134,7 @@ def refuse_anywhere(problems: Sequence[str], kind: type[McoreRlError]) -> None:
 
 
 def world_union(of_rank: Mapping[int, str]) -> dict[int, str]:
-    """Collective over the world: return the entries of all ranks' mappings by rising key, the same on all ranks; of a
-    key that several ranks have, the first rank's.
-    """
+    """Collective over the world: return all ranks' entries by rising key; of several for a key, the first rank's."""
     # One number first, as above.
     if not world_max(len(of_rank)):
         return {}
@@ -168,6 +159,5 @@ def _outcome(action: Callable[[], Any]) -> tuple[Any, McoreRlError | None]:
 
 
 def _of_rank(rank: int, error: McoreRlError) -> McoreRlError:
-    """Return the error as the error of `rank`, whichever rank is the first to report it."""
     error.rank = rank
     return error

@@ -1,13 +1,9 @@
-"""Products with a result for each row that does not depend on the other rows, so that engine and trainer agree in every
-bit.
+"""Products in which each row's result is independent of the other rows, so that engine and trainer agree in every bit.
 
-A library chooses another kernel, with another order of sums, for other numbers of rows. A generation step has a row for
-each completion in progress, a training pass has a row for each token of a microbatch, and their results differ in the
-last bits; in a mixture of experts that exchanges experts. On a CPU, `InvariantProducts` gives every product to the
-library in tiles with a fixed number of rows, padded with zeros, and `attention` takes keys in blocks of a fixed length,
-in order. Both are slow: they are for comparing an engine with a trainer.
-
-On a GPU the package `batch_invariant_ops` replaces torch's products by such products.
+A library chooses kernels, with other orders of sums, by the number of rows: a generation step has one for each
+completion, a training pass one for each token. On a CPU, `InvariantProducts` computes in tiles of fixed size and
+`attention` takes keys in blocks of fixed length; both are slow. On a GPU the package `batch_invariant_ops` replaces
+torch's products.
 """
 
 from collections.abc import Callable
@@ -30,7 +26,7 @@ GPU_PACKAGE = "batch_invariant_ops"
 
 
 class InvariantProducts(TorchDispatchMode):
-    """Computes the matrix products inside `with` in tiles of TILE_ROWS rows, in forward and backward passes.
+    """Computes the matrix products inside `with` in tiles of TILE_ROWS rows, forwards and backwards.
 
     On a GPU, where products are replaced, it only divides batched products into these.
     """
@@ -53,11 +49,8 @@ def is_on() -> bool:
 
 
 def switch_on(*, is_cuda: bool, is_deterministic: bool) -> None:
-    """Make the products of this process batch-invariant from now on.
-
-    Raises:
-        ConfigError: If there is a GPU, and the package with its kernels is not installed, or torch may choose kernels
-            with results that depend on timing.
+    """Make the products of this process batch-invariant from now on. Raises ConfigError if there is a GPU without the
+    package of kernels, or torch may choose kernels with results that depend on timing.
     """
     if is_cuda:
         if not is_deterministic:
@@ -121,11 +114,8 @@ if hasattr(torch.ops.aten, "_grouped_mm"):
 def attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Tensor:
     """Return the output `[s, B, N, Dv]` of queries `[s, B, N, D]` over keys `[S, B, G, D]` and values `[S, B, G, Dv]`.
 
-    Keys after the last visible key of a query, and their number, do not change a bit of its output.
-
-    Args:
-        visible: bool, broadcast to `[B, N, s, S]`: the keys that a query attends to; each needs at least one key.
-        scale: factor of the scores.
+    Keys after a query's last visible key do not change a bit of its output. `visible` is bool, broadcast to `[B, N, s,
+    S]`; each query needs at least one key.
     """
     length, batch, heads, _ = query.shape
     num_keys, groups = key.shape[0], key.shape[2]

@@ -1,9 +1,7 @@
 """The optional C++ library with layers for a CPU, built if there is a compiler and kept in the user's cache; attention
 and rounded products by it. `model/layers/cpu` makes layers of it.
 
-It is plain C++ without torch's headers, which compiles in a second where an extension of torch takes half a minute, and
-is called with addresses: nothing in it depends on torch's version except the product, which torch's library computes.
-It computes with a single thread.
+It is plain C++ without torch's headers, compiles in a second, and computes with a single thread.
 """
 
 import ctypes
@@ -73,10 +71,9 @@ class BuildError(Exception):
 
 
 class Library(ctypes.PyDLL):
-    """The functions of the built file. Tensors must be laid out as the C++ file describes; all other arguments are
-    numbers.
+    """The functions of the built file. Tensors must be laid out as the C++ file describes.
 
-    Calls keep the interpreter's lock, because releasing it for microseconds costs more.
+    Calls keep the interpreter's lock: releasing it for microseconds costs more.
     """
 
     def __init__(self, path: Path) -> None:
@@ -93,11 +90,7 @@ class Library(ctypes.PyDLL):
 
 @functools.cache
 def build_id() -> str:
-    """Return the identity of the build: a hash of sources, options, compiler and processor.
-
-    Raises:
-        BuildError: If there is no compiler.
-    """
+    """Return a hash of sources, options, compiler and processor. Raises BuildError if there is no compiler."""
     command = [*_compiler(), "--version"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_S, check=True)
@@ -110,11 +103,8 @@ def build_id() -> str:
 
 @functools.cache
 def library() -> Library:
-    """Return the built file. It is built first if no process of this user has done so, and for this process only if
-    another user may write to the cache.
-
-    Raises:
-        BuildError: If it cannot be built or loaded on this machine.
+    """Return the built file, built first if no process of this user has done so, and for this process only if another
+    user may write to the cache. Raises BuildError if it cannot be built or loaded here.
     """
     try:
         path = library_path()
@@ -139,17 +129,14 @@ def library() -> Library:
 
 
 def library_path() -> Path:
-    """Return the path of the built file in the user's cache, whether it exists or not.
-
-    Raises:
-        BuildError: If there is no compiler.
-        RuntimeError: If the user has no home folder.
+    """Return the path of the built file in the user's cache, whether it exists or not. Raises BuildError without a
+    compiler, RuntimeError if the user has no home folder.
     """
     return _cache() / f"layers-{build_id()}.so"
 
 
 def _compile(target: Path) -> None:
-    """Build `target`, with its digest as the last bytes, which the loader does not read."""
+    # Its digest is the last bytes, which the loader does not read.
     command = [*_compiler(), *OPTIONS, *map(str, SOURCES), "-o", str(target)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_S, check=False)
@@ -180,12 +167,11 @@ def _is_private(folder: Path) -> bool:
 
 
 def _is_own(status: os.stat_result, *, writable: bool = False) -> bool:
-    """Return whether a file belongs to this user or root and, unless `writable`, only they may write to it."""
+    """Return whether a file is this user's or root's and, unless `writable`, only they may write to it."""
     return status.st_uid in (os.geteuid(), 0) and (writable or not status.st_mode & 0o022)
 
 
 def _is_sound(path: Path) -> bool:
-    """Return whether a build in a private folder is whole, and only this user or root may write to it."""
     if not path.is_file() or not _is_own(path.stat()):
         return False
     content = path.read_bytes()
@@ -200,7 +186,7 @@ def _cache() -> Path:
 
 
 def _processor() -> str:
-    """Return the properties of the processor that the compiler's "native" depends on."""
+    # The compiler's "native" depends on these.
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if cpuinfo.exists() else []
     names = ("model name", "cpu family", "model\t", "flags", "Features", "CPU part")
@@ -228,16 +214,9 @@ def causal_attention(
 ) -> Tensor:
     """Return the output `[s, B, N, Dv]` of queries `[s, B, N, D]`, keys `[S, B, G, D]` and values `[S, B, G, Dv]`.
 
-    Query i is at position S - s + i and attends to the keys up to there. A query's result depends only on its own keys,
-    bit for bit: not on other rows, sequences or later positions. There are no scores in memory, and no copies of the
-    caller's layout: the backward pass computes the weights again from the log-sum-exp of each query's scores.
-
-    Args:
-        query: Queries, with any strides but along D; so are keys and values.
-        key: Keys, of G heads; G divides N.
-        value: Values.
-        scale: Factor of the scores.
-        lengths: Lengths of packed sequences, which do not see one another; they add up to s, which is S.
+    Query i is at position S - s + i and attends to the keys up to there; its result depends on no others, bit for bit.
+    Strides are free but along D, and G divides N. `lengths` are those of packed sequences; they add up to s, which is
+    S. The backward pass computes the weights again from log-sum-exps.
     """
     if lengths is None:
         bounds = _numbers(0, query.shape[0]), _numbers(0, key.shape[0])
@@ -265,8 +244,6 @@ def _attended(query: Tensor, key: Tensor, value: Tensor, scale: float, bounds: B
 
 
 class _CausalAttention(torch.autograd.Function):
-    """`causal_attention` with its gradient."""
-
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, bounds: BoundArrays) -> Tensor:
         ctx.scale, ctx.bounds = scale, bounds
@@ -292,12 +269,11 @@ class _CausalAttention(torch.autograd.Function):
 
 
 def _dense(*operands: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors, copied where the last axis is not dense: the file reads any other strides."""
+    # The file reads any strides but of the last axis.
     return tuple(tensor if tensor.stride(3) == 1 else tensor.contiguous() for tensor in operands)
 
 
 def _sizes(query: Tensor, key: Tensor, value: Tensor, gradient: Tensor) -> "Array[c_int64]":
-    """Return the numbers that the file calls Sizes."""
     strides = [stride for tensor in (query, key, value, gradient) for stride in tensor.stride()[:3]]
     return _numbers(*query.shape[1:3], key.shape[2], query.shape[3], value.shape[3], *strides)
 
@@ -313,8 +289,7 @@ def _numbers(*numbers: int) -> "Array[c_int64]":
 def rounded_product(left_MK: Tensor, right_NK: Tensor) -> Tensor:
     """Return `left_MK @ right_NK.T`, fp32, of operands rounded to bf16. No gradient is recorded.
 
-    By AMX it is four times as fast as a product in fp32, by AVX-512's instruction for bf16 twice as fast on AMD. On
-    other processors it saves nothing: rounded operands are multiplied in fp32, which is exact.
+    AMX is four times as fast as fp32, AVX-512's instruction for bf16 twice on AMD; other processors save nothing.
     """
     product_MN = left_MK.new_empty(len(left_MK), len(right_NK))
     left, is_left_by_column, left_stride = _stored(left_MK)

@@ -1,6 +1,4 @@
-"""Kernels that a GPU and its packages may have: torch's attention over packed sequences in a single call, and the gated
-delta rule of flash-linear-attention.
-"""
+"""Kernels of a GPU and its packages: torch's attention over packed sequences, flash-linear-attention's delta rule."""
 
 import importlib
 import inspect
@@ -64,19 +62,11 @@ def attend_packed(
     key_bounds: Bounds | None = None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """Return causal attention `[T, N, Dv]` within each packed sequence in a single call of the kernel.
+    """Return causal attention `[T, N, Dv]` of `[T, N, D]`, `[U, G, D]`, `[U, G, Dv]` within each packed sequence, in a
+    single call of a kernel that `kernel_takes` accepts.
 
-    The kernel must take these heads (`kernel_takes`).
-
-    Args:
-        query: `[T, N, D]`.
-        key: `[U, G, D]`, G a divisor of N.
-        value: `[U, G, Dv]`.
-        bounds: the sequences, which fill the row.
-        scale: factor of the scores.
-        window: positions that a query sees to its left; None for all.
-        key_bounds: the keys of each sequence, which may begin before its queries and end with them; None for `bounds`.
-        sinks_N: a score for each head, which takes part in the softmax and adds nothing.
+    G divides N. `window` counts the positions to the left of a query that it sees. `key_bounds` are each sequence's
+    keys, which end with its queries; None for `bounds`. A head's sink only takes part in the softmax.
     """
     width, value_width = query.shape[-1], value.shape[-1]
     # Zeros, which the output drops again: the kernel needs values as wide as queries.
@@ -180,7 +170,7 @@ class _WithSinks(torch.autograd.Function):
 
 @cache
 def _found_delta_kernel() -> Callable[..., Any] | None:
-    """Return the kernel of flash-linear-attention for the GPU of this process; None if there is no kernel."""
+    # The kernel of flash-linear-attention for the GPU of this process, if there is one.
     if not torch.cuda.is_available() or find_spec("fla") is None:
         return None
     try:

@@ -56,9 +56,7 @@ class Mesh:
 def build_mesh(config: MeshConfig, timeout_s: float = 600.0) -> Mesh:
     """Collective over the world: check the sizes of a mesh and make all its groups; the process group must be up.
 
-    Args:
-        config: The section `mesh`.
-        timeout_s: Seconds that a collective of a group may wait, as `platform.timeout_s` for those of the world.
+    A collective of a group may wait `timeout_s` seconds.
     """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tp,
@@ -95,8 +93,8 @@ def destroy_mesh() -> None:
 
 
 def seed_ranks(seed: int) -> None:
-    """Seed the random states of weights and dropout, so that ranks that hold other weights draw other numbers, and
-    those of Python and numpy, which a user's own code may draw from, with another seed on each rank.
+    """Seed weights and dropout so that ranks with other weights draw other numbers, and Python and numpy, which a
+    user's code may draw from, on each rank otherwise.
     """
     # Megatron adds offsets for tensor and expert parallelism by itself, for the pipeline it leaves them to the caller.
     tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())

@@ -85,9 +85,7 @@ class Platform:
 
 
 def decided(config: R) -> R:
-    """Return the config of a rank of this machine with `platform.precision` decided: as the run began that has saved
-    anything, else by the device.
-    """
+    """Return a rank's config with `platform.precision` decided: as the run began that has saved, else by the device."""
     run_dir = Path(config.run_dir)
     if config.platform.precision == "auto" and saved_steps(run_dir / "checkpoints"):
         with suppress(OSError, ValueError, KeyError):  # absent, damaged, or of a version without the field
@@ -99,12 +97,8 @@ def decided(config: R) -> R:
 def start(config: PlatformConfig, *, allows_te: bool = True) -> Platform:
     """Collective over the world: the process group is up, the device and the layers chosen.
 
-    Args:
-        config: The section `platform`.
-        allows_te: Whether `layers = "auto"` may be TransformerEngine's.
-
-    Raises:
-        ConfigError: If this machine lacks something that the config asks for.
+    `layers = "auto"` is TransformerEngine's only if `allows_te`. Raises ConfigError if this machine lacks what the
+    config asks for.
     """
     device_type = _device_type(config)
     layers = _layers(config, allows_te=allows_te)
@@ -142,10 +136,7 @@ def start(config: PlatformConfig, *, allows_te: bool = True) -> Platform:
 def compiled_layers(config: PlatformConfig, world_size: int = 1) -> tuple[str, str]:
     """Collective over the world: return the build of compiled layers that all ranks have, or "" and the reason.
 
-    The file is built if no process of this user has done so.
-
-    Raises:
-        ConfigError: If the config asks for them, and a rank cannot have them.
+    The file is built if needed. Raises ConfigError if the config asks for it, and a rank cannot have it.
     """
     is_asked = config.layers == "cpu" or config.bf16_products
     if not is_asked and config.layers != "auto":
@@ -224,7 +215,6 @@ def variables_of_device() -> dict[str, str]:
 
 
 def _layers(config: PlatformConfig, *, allows_te: bool) -> Literal["torch", "te"]:
-    """Return the kind of layers on a GPU, or on a CPU if none are compiled."""
     usable = FOUND.has_te
     reason = FOUND.unusable.get("transformer_engine")
     wants_te = config.layers == "te" or (config.layers == "auto" and allows_te)
@@ -246,7 +236,6 @@ def _layers(config: PlatformConfig, *, allows_te: bool) -> Literal["torch", "te"
 
 
 def _be_deterministic(device_type: str) -> None:
-    """Ask torch, cuBLAS, NCCL and TransformerEngine for results that do not depend on timing."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("NCCL_ALGO", "Ring")
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
@@ -277,10 +266,9 @@ def _join(device: torch.device, rank: int, world_size: int, timeout_s: float) ->
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor on `device`, by page-locked memory if it goes from a CPU to a GPU, which alone waits for it.
+    """Return the tensor on `device`; from a CPU to a GPU by page-locked memory, so that the host does not wait.
 
-    A copy of more than 64 KiB from other memory waits until the GPU has finished all earlier work. torch does not reuse
-    the page-locked memory before the copy is over.
+    A copy of more than 64 KiB from other memory waits until the GPU has finished all earlier work.
     """
     if tensor.device == device:
         return tensor
@@ -290,10 +278,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Ahead:
-    """Tensors that a GPU prepares on their own stream while it computes on earlier tensors.
-
-    Using a tensor makes the GPU wait for it by an event; the host continues. On a CPU a tensor is made when it is used.
-    """
+    """Tensors that a GPU prepares on their own stream while it computes; a CPU makes each when it is used."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None

@@ -17,9 +17,7 @@ def routers(chunk: nn.Module) -> Iterator[tuple[int, TopKRouter]]:
 def block_of(router: TopKRouter) -> int:
     """Return the index of a router's block in the whole model: attention and its experts; MTP layers come last.
 
-    A layer of Megatron's GPTModel is a block. HybridModel counts attention and experts of a block as two layers, but
-    neither a router nor its config has the pattern of layers that would tell the two models apart: a model of its kind
-    needs that pattern here first.
+    A layer of GPTModel is a block. HybridModel, with two layers for a block, needs its own rule here first.
     """
     # Megatron counts layers from 1; since 0.19 routers of MTP layers have is_mtp_layer and count from 1 again.
     mtp_offset = router.config.num_layers if getattr(router, "is_mtp_layer", False) else 0
@@ -56,9 +54,8 @@ def best_in_groups(
 ) -> tuple[Tensor, Tensor]:
     """Return the scores and the indices `[T, K]` of the best experts of each token's best groups.
 
-    A group's score is the sum of its best experts' scores: of one in DeepSeek-V2 (arXiv 2405.04434, section 2.2.2), of
-    two in DeepSeek-V3 (arXiv 2412.19437, section 2.1.2). Megatron sums as many as a token takes from each of its groups
-    on average.
+    A group's score sums its best experts': one in DeepSeek-V2 (arXiv 2405.04434, section 2.2.2), two in DeepSeek-V3
+    (arXiv 2412.19437, section 2.1.2). Megatron sums another number, top_k / top_groups.
     """
     scores_TGe = scores_TE.unflatten(1, (num_groups, -1))
     group_scores_TG = scores_TGe.topk(experts_in_score, dim=-1).values.sum(-1)

@@ -78,9 +78,7 @@ class Head(Protocol[Input]):
         ...
 
     def __call__(self, microbatch: Input, output: Any) -> HeadOutput:
-        """Return the loss and the outputs of one microbatch of this rank from the model's: a tensor, or deferred logits
-        where the head is a `ReadsDeferredLogits`.
-        """
+        """Return loss and outputs of a microbatch; a `ReadsDeferredLogits` is handed deferred logits, not a tensor."""
         ...
 
 
@@ -91,8 +89,7 @@ class ReadsDeferredLogits:
 def signal_of(numbers: Tensor) -> dict[str, Tensor]:
     """Return the output by which a step knows that its loss moves `numbers`, on which it depends: logprobs or scores.
 
-    It is 0 until the backward, and then 1 where the gradient of a number is not 0. Where `numbers` have no gradient at
-    all, nothing in front of them is trained, and it is 1.
+    It is 0 until the backward, and then 1 where a number's gradient is not 0; without any gradient it is 1.
     """
     has_signal = numbers.new_zeros((), dtype=torch.float32)
 
@@ -119,18 +116,12 @@ def run_pass(
     backward: bool,
     routing: Routing = free_routing,
 ) -> list[dict[str, Tensor]]:
-    """Collective over the mesh: run all microbatches through the pipeline, and backward if asked.
+    """Collective over the mesh: run all microbatches through the pipeline, and backward if asked. Returns the head's
+    outputs of each microbatch on the last stage; [] on other stages.
 
-    Args:
-        chunks: This rank's part of the model, in pipeline order.
-        microbatches: This data-parallel rank's microbatches, of one shape and the same number on every rank.
-        head: Loss and outputs, computed on the last pipeline stage.
-        backward: Whether to compute gradients. They are summed over the microbatches, reduced over the mesh and
-            divided by the world's count (Megatron's finalize_model_grads, set in the chunks' config).
-        routing: Context of each chunk's forward of each microbatch, which may impose or record routes.
-
-    Returns:
-        The head's outputs of each microbatch, in order, on the last stage; [] on other stages.
+    Microbatches have one shape, and as many are on every data-parallel rank. Gradients are summed over microbatches,
+    reduced over the mesh and divided by the world's count (Megatron's finalize_model_grads). `routing` is the context
+    of each chunk's forward, which may impose or record routes.
     """
     found = {chunk: [router for _, router in routers(chunk)] for chunk in chunks}
 
@@ -170,8 +161,7 @@ def _router_losses(
 ) -> Iterator[None]:
     """Collective over the ranks of a stage: the weight of the routers' losses in a pass with the backward of `head`.
 
-    They are sums over all routed tokens, and the schedule divides gradients by the number of counted tokens. On
-    leaving, the routers know neither the weight nor the sequences of the last microbatch.
+    They are sums over all routed tokens; the schedule divides gradients by the number of counted tokens.
     """
     all_routers = [router for routers_of_chunk in found for router in routers_of_chunk]
     if head is not None and any(
@@ -194,7 +184,6 @@ def _router_losses(
 
 
 def _name_sequences(found: Sequence[TopKRouter], microbatch: PassInput) -> None:
-    """Set which sequence of a packed row each token of this rank's routers belongs to, until the next microbatch."""
     spans = microbatch.packed_spans
     for router in found:
         router.packed_spans_T = None

@@ -1,7 +1,6 @@
 """Logits with a vocabulary that is divided into equal slices over the tensor-parallel ranks.
 
-Logits of a large vocabulary take more memory than the rest of a microbatch: 8,192 positions times 152k ids are 5 GB in
-fp32, and a loss has several tensors of that size. As `DeferredLogits` they are never there at once.
+Those of 8,192 positions times 152k ids are 5 GB in fp32; as `DeferredLogits` they are never in memory at once.
 """
 
 from collections.abc import Sequence
@@ -17,10 +16,9 @@ from mcore_rl.megatron.mesh import Axis
 
 
 def zigzag(full: Tensor, cp: Axis, dim: int = 1) -> Tensor:
-    """Return this rank's positions: chunks r and 2*cp-1-r of 2*cp along `dim`.
+    """Return this rank's positions: chunks r and 2*cp-1-r of 2*cp along `dim`, as Megatron and TransformerEngine do.
 
-    An early chunk attends to few positions and a late one to many, so that every rank has the same causal work.
-    Megatron and TransformerEngine divide sequences in the same way.
+    Early chunks attend to few positions and late ones to many: every rank has the same causal work.
     """
     if cp.size == 1:
         return full
@@ -39,8 +37,8 @@ def zigzag_spans(full: Tensor, lengths: Sequence[int], cp: Axis, dim: int = 1) -
 class DeferredLogits:
     """Logits `[T, v]` (with rows: `[B, s, v]`) that whoever reads them computes, `chunk_tokens` positions at a time.
 
-    They are the products of the hidden states `[T, D]` with the output weight `[v, D]`, this rank's slice. A backward
-    pass computes them again, which costs one more product in three.
+    They are the products of hidden states `[T, D]` with the output weight `[v, D]`, this rank's slice, computed again
+    in a backward pass.
     """
 
     hidden_TD: Tensor
@@ -62,17 +60,12 @@ def last_tensor(output: Logits) -> Tensor:
 
 
 LOWEST = -1e30
-"""Logit in the place of -inf: its exponential is 0 too, and so are their products. Infinite values would make NaN on
-a rank with a slice of nothing but padding.
-"""
+"""Logit in the place of -inf: its exponential is 0 too, and a slice of nothing but padding makes no NaN."""
 
 
 @torch.no_grad()
 def exclude_padding(logits_sBv: Tensor, tp: dist.ProcessGroup, vocab_size: int) -> None:
-    """Overwrite in place the logits of the ids from `vocab_size` on, which pad the vocabulary.
-
-    Their probability in a softmax over the ranks of `tp`, and with it the gradient of their rows, is then exactly 0.
-    """
+    """Overwrite in place the logits of the ids from `vocab_size` on: their probability and gradient are then 0."""
     first = dist.get_rank(tp) * logits_sBv.shape[-1]
     logits_sBv[..., max(vocab_size - first, 0) :] = LOWEST
 
@@ -98,21 +91,12 @@ def logprobs_and_entropy(
     chunk_tokens: int,
     rows_N: Tensor | None = None,
 ) -> TokenStatistics:
-    """Collective over `tp` (forward only): logprobs and entropies under softmax(logits / temperature).
+    """Collective over `tp` (forward only): logprobs and entropies under softmax(logits / temperature), in float32 or
+    more, equal on all ranks of `tp`; zeros where there is no result.
 
-    Beyond inputs, results and the gradient of the logits, no more than 3 x `chunk_tokens` x v numbers are in memory.
-
-    Args:
-        logits_Tv: This rank's slice of the logits, in any floating type; computed in float32 or more.
-        targets_T: Token ids of the whole vocabulary; IGNORED_TARGET where no result is needed.
-        tp: The tensor-parallel ranks, each with an equal slice.
-        vocab_size: Number of token ids; the columns after them pad the vocabulary and have no probability.
-        temperature: Divides the logits.
-        chunk_tokens: Positions that are computed at once; deferred logits have a number of their own.
-        rows_N: Positions that need a result; None: those with a target, for whose number the host waits.
-
-    Returns:
-        The statistics, equal on all ranks of `tp`; zeros elsewhere.
+    Targets are ids of the whole vocabulary, or IGNORED_TARGET; columns from `vocab_size` on pad it. `rows_N` are the
+    positions with a result; with None the host waits for the number of targets. `chunk_tokens` positions are computed
+    at once: beyond inputs, results and gradient, 3 x `chunk_tokens` x v numbers are in memory.
     """
     shard = _shard(logits_Tv, tp, vocab_size, temperature, chunk_tokens)
     if rows_N is None:
@@ -122,9 +106,9 @@ def logprobs_and_entropy(
 
 
 def cross_entropy(logits_Tv: DeferredLogits, targets_T: Tensor, tp: Axis, *, vocab_size: int) -> Tensor:
-    """Collective over `tp` (forward only): return the cross entropy `[T]` of the targets in nats, in float32 or more.
+    """Collective over `tp` (forward only): return the targets' cross entropy `[T]` in nats, float32 or more.
 
-    Every position is computed, so that a host need not wait for the number of those with a target.
+    Every position is computed: the host need not wait for the number of targets.
     """
     shard = _shard(logits_Tv, tp, vocab_size, 1.0, logits_Tv.chunk_tokens)._replace(has_entropy=False)
     rows_T = torch.arange(len(targets_T), device=targets_T.device)
@@ -136,9 +120,7 @@ def cross_entropy(logits_Tv: DeferredLogits, targets_T: Tensor, tp: Axis, *, voc
 def vocabulary_logprobs(
     logits_Tv: Logits, rows_N: Tensor, tp: Axis, *, vocab_size: int, temperature: float, chunk_tokens: int
 ) -> Tensor:
-    """Collective over `tp`: return the logprobs `[N, valid]`, float32, of this rank's slice of the vocabulary, without
-    the columns that pad it, at the positions `rows_N`.
-    """
+    """Collective over `tp`: logprobs `[N, valid]`, float32, of this rank's slice without padding, at `rows_N`."""
     shard = _shard(logits_Tv, tp, vocab_size, temperature, chunk_tokens)
     log_partition_N = _log_partition(logits_Tv, rows_N, shard)
     found = [
@@ -163,12 +145,8 @@ def reverse_kl(
 ) -> Tensor:
     """Collective over `tp` (forward only): return KL(p || q) over the vocabulary, `[T]`, with the gradient of p.
 
-    p is the softmax of the logits, which are given as to `logprobs_and_entropy`.
-
-    Args:
-        other_Nv: logprobs of q at the positions `rows_N`, as `vocabulary_logprobs` returns them.
-        rows_N: positions with a result; other positions have 0.
-        limit_nats: q counts as no more than this below p, where the KL would be infinite otherwise.
+    p is the softmax of the logits; `other_Nv` are logprobs of q at `rows_N`, from `vocabulary_logprobs`. Other
+    positions have 0. q counts as at most `limit_nats` below p.
     """
     shard = _shard(logits_Tv, tp, vocab_size, temperature, chunk_tokens)
     kl_T: Tensor = _ReverseKL.apply(*_factors(logits_Tv), other_Nv, rows_N, shard, limit_nats)  # type: ignore[no-untyped-call]
@@ -201,13 +179,12 @@ class _Shard(NamedTuple):
     has_entropy: bool = True
 
     def logits(self, tensor_TX: Tensor, weight_vD: Tensor | None) -> Logits:
-        """Rescale logits with the output of `_factors`."""
         if weight_vD is None:
             return tensor_TX
         return DeferredLogits(tensor_TX, weight_vD, self.chunk_tokens)
 
     def scaled(self, logits_Tv: Logits, rows_C: Tensor) -> Tensor:
-        """Return a new tensor: the valid logits of these rows divided by the temperature, in float32 or more."""
+        """Return a new tensor: the valid logits of these rows over the temperature, in float32 or more."""
         if isinstance(logits_Tv, Tensor):
             picked_Cv = logits_Tv[:, : self.num_valid].index_select(0, rows_C)
         else:
@@ -222,8 +199,6 @@ class _Shard(NamedTuple):
 
 
 class _Gradient:
-    """Gradient of logits, or of the two factors of deferred logits, which is put together from chunks of rows."""
-
     def __init__(self, logits_Tv: Logits, shard: _Shard) -> None:
         self._logits_Tv = logits_Tv
         self._shard = shard
@@ -251,16 +226,13 @@ class _Gradient:
             total_vD.add_(torch.mm(grad_Cv.t(), hidden_CD))
 
     def factors(self) -> tuple[Tensor, Tensor | None]:
-        """Return the gradients of what `_factors` returns."""
         if isinstance(self._logits_Tv, Tensor):
             return self._rows_TX, None
         return self._rows_TX, self._weight_vD.to(self._logits_Tv.weight_vD.dtype)
 
 
 class _LogprobsAndEntropy(torch.autograd.Function):
-    """Function that saves the logits, or their factors, and three numbers a token; its backward computes the softmax
-    again.
-    """
+    """Function that saves logits or factors and three numbers a token; its backward computes the softmax again."""
 
     @staticmethod
     def forward(
@@ -319,9 +291,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
 
 
 class _ReverseKL(torch.autograd.Function):
-    """Function that saves the logits, or their factors, and two numbers a token; its backward computes the softmax
-    again.
-    """
+    """Function that saves logits or factors and two numbers a token; its backward computes the softmax again."""
 
     @staticmethod
     def forward(
@@ -400,8 +370,8 @@ def _sums(logits_Tv: Logits, targets_T: Tensor, rows_N: Tensor, shard: _Shard) -
 
 
 def _local_sums(logits_Tv: Logits, targets_T: Tensor, rows_N: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
-    """Return of this slice, for each row, the highest logit x, and three sums: e^y, y e^y with y = x - highest (0
-    where no entropy is wanted), and the target's x (0 where another rank has it).
+    """Return the highest logit x of each row, and sums of e^y and y e^y with y = x - highest (of y e^y 0 where no
+    entropy is wanted), and the target's x (0 where another rank has it).
     """
     tensor_TX, _ = _factors(logits_Tv)
     exact = tensor_TX.new_empty(0, dtype=_exact(tensor_TX.dtype))

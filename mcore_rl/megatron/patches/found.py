@@ -1,7 +1,6 @@
 """The packages for GPUs that are usable on this machine; unusable packages are hidden from Megatron.
 
-Megatron uses TransformerEngine and apex if they can be imported, even if they cannot compute, and does not start if the
-import of TransformerEngine fails.
+Megatron would use TransformerEngine and apex even if they cannot compute, and does not start if an import fails.
 """
 
 import functools
@@ -90,7 +89,6 @@ def _import_error(package: str) -> str:
 
 
 def _hide(package: str) -> None:
-    """Make every later import of the package fail as if it were not installed."""
     for root in PACKAGES[package]:
         for name in [name for name in sys.modules if name.startswith(f"{root}.")]:
             del sys.modules[name]

@@ -73,7 +73,6 @@ def _is_whole(entry: Any) -> bool:
 
 
 def _is_grid(places: Sequence[tuple[int, ...]], sizes: Sequence[tuple[int, ...]]) -> bool:
-    """Return whether all sizes are the same and each offset is a multiple of its size."""
     size = sizes[0]
     if 0 in size or any(other != size for other in sizes):
         return False
@@ -88,9 +87,8 @@ def state_by_parameter(
 ) -> dict[int, dict[str, Any]]:
     """Collective over the optimizer's data-parallel ranks: Megatron's `sharded_param_state_fully_reshardable`.
 
-    The main weight and moments of each of this rank's parameters, in the order of its buffers, sharded as the
-    parameter is. An optimizer that shares its state with no other rank hands out the state itself; else it is
-    gathered on the host of every rank, so that any of them can write a part.
+    The main weight and moments of each of this rank's parameters, in the order of its buffers, sharded as the parameter
+    is. State that is shared with other ranks is gathered on every rank's host, so that any can write a part.
     """
     # Not at the top: this module is imported by the one that must run before Megatron is.
     from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -153,8 +151,7 @@ def _sharded_like(shard: Any, name: str, state: Tensor) -> Any:
 def weights_count_as_on_device(_: Any) -> Callable[..., Any]:
     """Return a `HybridDeviceOptimizer._get_sub_optimizer_param_groups` for weights that are not on a CUDA device.
 
-    As on a GPU, the first weights of the groups up to the fraction are offloaded and the rest are not, and every weight
-    has a copy in fp32 that the optimizer updates.
+    As on a GPU, the first weights up to the fraction are offloaded, and every weight has an fp32 copy.
     """
 
     def sub_groups(self: Any, offload_fraction: float) -> tuple[Any, ...]:
@@ -252,10 +249,7 @@ def part_of_head_turned(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def permuted_without_waiting(permute: Callable[..., Any]) -> Callable[..., Any]:
-    """`permute` that finds the rows of experts by sorting: a mask's true values are counted on the host.
-
-    The rows, their order and the returned values are Megatron's.
-    """
+    """`permute` with Megatron's rows and order, found by sorting: a mask's true values are counted on the host."""
 
     @functools.wraps(permute)
     def wrapped(
@@ -301,12 +295,8 @@ def packed_positions(
 ) -> torch.Tensor:
     """Return the row of Megatron's table of angles for each of a context-parallel rank's packed tokens, `[t]`.
 
-    Args:
-        cu_seqlens: cumulative lengths of the sequences on all ranks, `num_tokens * ranks` in sum.
-        num_tokens: tokens of this rank: of each sequence the chunks `rank` and `2 * ranks - 1 - rank` of as many.
-        rank: this rank.
-        ranks: context-parallel ranks.
-        table_length: rows of the table; a table as long as all sequences together counts through them.
+    `cu_seqlens` are cumulative over all ranks, `num_tokens * ranks` in sum; a rank has of each sequence the chunks
+    `rank` and `2 * ranks - 1 - rank`. A table as long as all sequences together counts through them.
     """
     index_t = torch.arange(num_tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     sequence_t = torch.searchsorted(cu_seqlens[1:] // ranks, index_t, right=True)
@@ -365,10 +355,8 @@ def unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def load_entry(self: Any, read_item: Any, value: io.BytesIO) -> None:
-    """`DefaultLoadPlanner.load_bytes`: put an object that is no tensor into the planner's state.
-
-    Raises:
-        CheckpointError: If the object asks for a program; the message names its key and file.
+    """`DefaultLoadPlanner.load_bytes` for an object that is no tensor; raises CheckpointError, which names key and
+    file, if the object asks for a program.
     """
     name = read_item.dest_index.fqn
     stored = self.metadata.storage_data if self.metadata is not None else {}
@@ -384,9 +372,7 @@ def load_entry(self: Any, read_item: Any, value: io.BytesIO) -> None:
 
 
 def restricted_pickle(module: Any) -> Any:
-    """Return the part of `pickle` that torch's reader and writer of `.metadata` use, with a load that runs no
-    programs.
-    """
+    """Return the part of `pickle` that torch's reader and writer of `.metadata` use; its load runs no programs."""
     theirs = {place: getattr(importlib.import_module(place[0]), place[1]) for place in METADATA if TORCHS in place[0]}
     allowed = METADATA | theirs | {MCORE_METADATA: metadata.Metadata}
 

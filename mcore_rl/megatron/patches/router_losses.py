@@ -1,15 +1,12 @@
-"""The losses of routers as sums over tokens, experts' capacity as a number of tokens of the whole micro-batch, and the
-padding that neither counts.
+"""The losses of routers as sums over tokens, and experts' capacity as a number of tokens of the whole micro-batch.
 
 A group of T tokens (a micro-batch, a sequence, the batch) has the balance loss L = E sum_e f_e P_e, where f_e is the
-share of the group's choices that went to expert e and P_e its mean score: L is 1 for an even load. Training
-minimises, in addition to its mean over counted tokens, coefficient * (sum of T L) / (sum of T), the mean over groups
-weighed by their tokens, and likewise the router z-loss as a mean over tokens. These tokens are all that are routed,
-except padding, whether or not the loss mask counts them: experts work on all of them.
+share of the group's choices that went to expert e and P_e its mean score: L is 1 for an even load. Training adds
+coefficient * (sum of T L) / (sum of T) to its loss, and likewise the z-loss as a mean over tokens. Padding is not
+counted; all other routed tokens are, whether or not the loss mask counts them.
 
 Each rank adds T L for its own tokens. The schedule divides every gradient by the number of tokens that the loss mask
-counts; `router.loss_weight`, which `parallel.schedule` sets before the pass, is therefore that number over the sum
-of T.
+counts; `router.loss_weight`, set before the pass, is therefore that number over the sum of T.
 """
 
 import copy
@@ -100,10 +97,8 @@ def padding_cut_on_every_stage(preprocess: Callable[..., Any]) -> Callable[..., 
 
 
 def take_loss_sums(router: Any) -> Tensor | None:
-    """Return sums over this rank's tokens since the last call, and start again from zero; None if none were routed.
-
-    Returns:
-        float64 `[3]`: the tokens' balance loss and z-loss, without coefficients, and the number of tokens.
+    """Return float64 `[3]` over this rank's tokens since the last call, which are then forgotten; None if none were
+    routed: balance loss and z-loss, without coefficients, and the number of tokens.
     """
     sums: Tensor | None = router.__dict__.pop("loss_sums", None)
     return sums
@@ -123,9 +118,7 @@ def _plain(config: Any) -> Any:
 
 
 def _with_z_loss(router: Any, logits: Tensor, is_token_T: Tensor | None) -> Tensor:
-    """Return the logits; their gradient includes the gradient of the squares of log sum_e exp(logit_e) (arXiv
-    2202.08906).
-    """
+    """Return the logits, with the gradient of the squares of log sum_e exp(logit_e) (arXiv 2202.08906)."""
     squares_T = logits.float().logsumexp(-1).square().reshape(-1)
     if is_token_T is not None:
         squares_T = squares_T * is_token_T
@@ -135,9 +128,7 @@ def _with_z_loss(router: Any, logits: Tensor, is_token_T: Tensor | None) -> Tens
 
 
 def _with_balance_loss(router: Any, kind: str, gates_TE: Tensor, logits: Tensor, is_token_T: Tensor | None) -> Tensor:
-    """Collective over the ranks of the group: return the gates; their gradient includes the gradient of this rank's T
-    L.
-    """
+    """Collective over the ranks of the group: return the gates, with the gradient of this rank's T L."""
     from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
 
     num_experts = logits.shape[-1]
@@ -182,8 +173,8 @@ def _within_capacity(
 ) -> tuple[Tensor, Tensor]:
     """Collective over the ranks that share the micro-batch: drop the choices for which an expert has no room.
 
-    An expert takes the choices with the largest gates, up to its even share of the micro-batch times the capacity
-    factor. Megatron drops on each rank by itself, so that more ranks drop more. Padding takes no room, and is dropped.
+    Room is the expert's even share of the micro-batch's tokens times the capacity factor; Megatron drops on each rank
+    by itself, so that more ranks drop more.
     """
     group = router.tp_cp_group
     if is_token_T is not None:

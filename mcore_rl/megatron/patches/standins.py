@@ -1,5 +1,5 @@
-"""Replacements for the functions of `torch.cuda` and of gloo that Megatron calls, for machines without CUDA, and for
-TransformerEngine's or apex's Adam and norm of gradients, for machines without them.
+"""Replacements for `torch.cuda`'s and gloo's functions without CUDA, and for TransformerEngine's or apex's Adam and
+norm.
 """
 
 import contextlib
@@ -109,9 +109,7 @@ def moved_to_cpu(to: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def cuda_type_names(type_of: Callable[..., Any]) -> Callable[..., Any]:
-    """`Tensor.type` that returns the name that Megatron's optimizer compares with `torch.cuda.FloatTensor` and similar
-    types.
-    """
+    """`Tensor.type` with the names that Megatron's optimizer compares with `torch.cuda.FloatTensor` and others."""
 
     @functools.wraps(type_of)
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -166,11 +164,7 @@ def on_one_device(gloo: Any) -> Any:
 
 
 def _try_threads(number: int) -> None:
-    """Start so many threads and end them. RuntimeError where this process gets no more threads.
-
-    gloo's constructor would hang there for ever: it has started a thread when the next one fails, and before it reports
-    that it destroys the condition for which the first one waits. It finds the stacks of ours in the C library's cache.
-    """
+    # RuntimeError where this process gets no more threads: gloo's constructor would hang there for ever.
     ended = threading.Event()
     threads = [threading.Thread(target=ended.wait, daemon=True) for _ in range(number)]
     try:
@@ -184,15 +178,14 @@ def _try_threads(number: int) -> None:
 
 
 def _threads() -> set[int]:
-    """Return the threads of this process by the kernel's numbers; none if the system is not Linux."""
+    # The kernel's numbers; none if the system is not Linux.
     return {int(path.name) for path in Path("/proc/self/task").glob("*")}
 
 
 def _let_others_finish(thread: int) -> None:
     """When a message wakes gloo's listener, let the thread on its core wait or use up its turn first.
 
-    The listener asks again and again for a message while another thread has the lock of its connection. With fewer
-    cores than working threads, it took the core of that very thread, in the middle of a write.
+    The listener polls while another thread has its connection's lock; with few cores it took that thread's core.
     """
     # A sandbox that forbids it has slower ranks, with the same results.
     with contextlib.suppress(OSError):
@@ -238,13 +231,9 @@ MAIN = "master_param"
 class FusedAdam(torch.optim.Optimizer):
     """AdamW (arXiv 1711.05101, or Adam with L2 if not `adam_w_mode`) by torch's fused kernel.
 
-    The step count lives in the parameter group and the state is `exp_avg` and `exp_avg_sq` only, as with
-    TransformerEngine's and apex's FusedAdam, so that checkpoints are the same. torch.optim.AdamW keeps a step
-    per parameter, which Megatron's DistributedOptimizer cannot load into a fresh optimizer or into a rank that
-    owns no parameter (its `len(steps) == 1` assertion).
-
-    With `master_weights`, as Megatron's precision-aware optimizer sets it, a 16-bit parameter has its fp32 copy among
-    the states, moments wait in the given dtypes, and gradients are read from `decoupled_grad`, of any dtype.
+    The step count is in the parameter group, as with TransformerEngine's and apex's FusedAdam, so that checkpoints are
+    the same; Megatron's DistributedOptimizer cannot load torch.optim.AdamW's step per parameter. With `master_weights`
+    a 16-bit parameter has an fp32 copy, moments wait in the given dtypes, and gradients are read from `decoupled_grad`.
     """
 
     # The functions below the decorator that keeps them out of compiled code: its first call imports torch._dynamo, a
@@ -361,9 +350,7 @@ class FusedAdam(torch.optim.Optimizer):
             )
 
     def _step_in_fp32(self, fused: Callable[..., None], param: Any, step: Tensor, settings: dict[str, Any]) -> None:
-        """Update the fp32 copy of a parameter, then the parameter, so that only a single parameter has moments in fp32
-        at a time.
-        """
+        # The fp32 copy comes first, then the parameter: only a single parameter has moments in fp32 at a time.
         state = self.state[param]
         moments = [self.get_unscaled_state(param, name) for name in MOMENTS]
         mean, squares = moments
@@ -376,10 +363,7 @@ class FusedAdam(torch.optim.Optimizer):
 def norm_of_tensors(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Sequence[list[Tensor]], per_tensor: bool
 ) -> tuple[Tensor, None]:
-    """Replacement for `multi_tensor_l2norm`: the norm of all tensors together, float32 `[1]` on their device.
-
-    The arguments are the kernel's; only the tensors, in one list, are used.
-    """
+    """Replacement for `multi_tensor_l2norm`: norm of all tensors of the only list together, float32 `[1]`."""
     (tensors,) = tensor_lists
     assert not per_tensor, "Megatron asks for the norm of all"
     # A norm in the gradients' bf16 would have two digits.

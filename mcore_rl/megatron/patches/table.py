@@ -1,8 +1,7 @@
 """The table of every patch of torch and Megatron-Core: symbol, cause, versions, reason and end.
 
-Importing this module applies the patches for the causes that this machine has, once, and must come before any `import
-megatron`: the packages that use Megatron import it first in their `__init__`. A version that is not in the table is
-refused.
+Importing this module applies the patches that this machine needs, once, and must come before any `import megatron`. A
+version that is not in the table is refused.
 """
 
 import importlib
@@ -403,16 +402,8 @@ PATCHES: tuple[Patch, ...] = (
 
 
 def patches_for(version: str, *, has_cuda: bool, has_te: bool, has_apex: bool) -> list[Patch]:
-    """Return the patches that a machine needs, in order.
-
-    Args:
-        version: Megatron-Core's "major.minor".
-        has_cuda: torch sees a GPU.
-        has_te: TransformerEngine is usable.
-        has_apex: NVIDIA's apex is usable.
-
-    Raises:
-        ConfigError: If nothing is known of this version.
+    """Return the patches that a machine needs, in order, for Megatron-Core's "major.minor". Raises ConfigError if
+    nothing is known of this version.
     """
     if version not in SUPPORTED:
         raise ConfigError(
