@@ -48,7 +48,7 @@ def this_attempt() -> Attempt:
 
 
 def _birth(pid: int) -> int | None:
-    """Return field 22 of /proc/<pid>/stat; None if there is no such process, or only its zombie."""
+    # Field 22 of /proc/<pid>/stat; None also for a process that is only a zombie.
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:

@@ -1,8 +1,7 @@
 """Cores of each rank of a node, near the rank's GPU; imports no torch.
 
-The kernel moves an unbound rank between sockets, and a tensor-parallel group with GPUs on two sockets sends over the
-slower link. GPUs are therefore ordered by NUMA node, so that neighbouring local ranks (Megatron numbers tensor
-parallelism first) have neighbouring GPUs, and each rank gets its share of the physical cores of that node.
+GPUs are ordered by NUMA node, so that neighbouring local ranks (a tensor-parallel group) have neighbouring GPUs, and
+each rank gets its share of that node's physical cores.
 """
 
 import os
@@ -37,11 +36,8 @@ class Core:
 
 
 def bind(local_rank: int, root: Path = Path("/")) -> str | None:
-    """Bind this process and its children to the cores of a local rank, and order the GPUs that it sees, as the kernel's
-    `proc` and `sys` below `root` describe the machine.
-
-    Returns:
-        A line for the log; None if no binding was requested, or the cores cannot be divided.
+    """Bind this process to the cores of a local rank and order its GPUs, by `proc` and `sys` below `root`. Returns a
+    line for the log; None if no binding was requested, or the cores cannot be divided.
     """
     num_ranks = int(os.environ.get(RANKS_PER_NODE, "0"))
     if not num_ranks or sys.platform != "linux":
@@ -71,15 +67,8 @@ def by_numa(gpus: Sequence[Gpu]) -> list[Gpu]:
 
 
 def divide(cores: Sequence[Core], num_ranks: int, numas: Sequence[int]) -> list[list[Core]] | None:
-    """Divide physical cores among the ranks of a node.
-
-    Args:
-        cores: Cores that ranks may use.
-        num_ranks: Number of ranks.
-        numas: NUMA node of each rank's GPU; empty without GPUs: ranks are then spread over all nodes in order.
-
-    Returns:
-        The cores of each rank, disjoint and of equal number within a NUMA node; None if a rank would have none.
+    """Divide physical cores among a node's ranks; `numas` are the NUMA nodes of their GPUs, empty without GPUs. Returns
+    disjoint cores of each rank, as many within a NUMA node; None if a rank would have none.
     """
     ordered = sorted(cores, key=lambda core: (core.numa, core.threads))
     if not numas or UNKNOWN in numas or not {core.numa for core in ordered} >= set(numas):
@@ -138,7 +127,6 @@ def allowed_cores(threads: set[int], root: Path = Path("/")) -> list[Core]:
 
 
 def _threads(text: str) -> set[int]:
-    """Return the numbers in a list of the kernel, as 0-3,8."""
     found: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
@@ -147,7 +135,6 @@ def _threads(text: str) -> set[int]:
 
 
 def _ranges(threads: Sequence[int]) -> str:
-    """Return numbers in order as the kernel's list: 0-3,8."""
     parts: list[list[int]] = []
     for thread in threads:
         if parts and thread == parts[-1][1] + 1:

@@ -39,9 +39,7 @@ class Order(IntEnum):
     CAUSE = 0
     """An error of the rank's own, or a signal that ended it. Among these the earliest is the cause."""
     CONSEQUENCE = 1
-    """A hang, a silence, SIGABRT: often because of another rank. NCCL's watchdog, for example, aborts a rank that has
-    lost its peer.
-    """
+    """A hang, a silence, SIGABRT: often because of another rank, as NCCL aborts a rank that has lost its peer."""
     LOST_PEER = 2
     """An error of communication: a rank on the other end is gone."""
     STATUS = 3
@@ -76,9 +74,7 @@ def rank_failure(
 
 
 def rank_death(rank: int, number: int, oom: "OomKills | None" = None, output: str = "") -> Failure:
-    """Return the failure of a rank ended by signal `number` after `output`, with the kills that `oom` has counted since
-    it was made.
-    """
+    """Return the failure of a rank that signal `number` ended; `oom` has counted kills since it was made."""
     reason = oom.explain() if oom is not None and number == signal.SIGKILL else ""
     order = Order.CONSEQUENCE if number == signal.SIGABRT else Order.CAUSE
     return rank_failure(rank, 128 + number, f"was killed by {signal_name(number)}{reason}", output, order)
@@ -93,8 +89,8 @@ def signal_name(number: int) -> str:
 
 
 def note_failure(failure: Failure, folder: Path | None = None) -> Path | None:
-    """Write the cause to `folder`, by default the launcher's folder, and return the file; None if causes are not
-    collected, or nothing can be written: stderr then gets a line with the headline.
+    """Write the cause to `folder` (by default the launcher's) and return the file; None if causes are not collected, or
+    nothing can be written: the headline then goes to stderr.
     """
     folder = folder or collected_in()
     if folder is None:
@@ -155,9 +151,7 @@ def note_writer() -> None:
 
 
 def collected_in() -> Path | None:
-    """Return the folder in which the launcher collects causes, next to the logs of this attempt; None without a
-    launcher that does.
-    """
+    """Return the folder in which the launcher collects causes of this attempt; None if it does not."""
     folder = os.environ.get(FAILURES)
     return Path(folder) if folder else None
 
@@ -190,11 +184,7 @@ class OomKills:
 
 
 def _memory_files(root: Path) -> tuple[Path, Path]:
-    """Return the files that count this cgroup's out-of-memory kills and that hold its limit.
-
-    cgroup v2 has memory.events and memory.max; v1 memory.oom_control and memory.limit_in_bytes; outside of any cgroup
-    the whole machine counts in /proc/vmstat.
-    """
+    """Return the files with this cgroup's out-of-memory kills and its limit (v2, v1), or the whole machine's."""
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
             _, controllers, path = line.split(":", 2)

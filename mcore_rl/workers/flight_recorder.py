@@ -16,17 +16,13 @@ ENTRIES = 2000
 PREFIX = "collectives_of_rank_"
 C10D: Any = torch._C._distributed_c10d
 RECORDS_GLOO = hasattr(C10D, "_dump_fr_trace")
-"""Whether torch (2.8 and later) records gloo's collectives too; it then has different names for its variables, and
-warns of the older names."""
+"""True if torch (2.8 and later) records gloo's collectives too, and has other names for its variables."""
 SIZE = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 FILE = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 
 def arm() -> None:
-    """Make torch record from the start of the process group on, and NCCL write its records on its own time-outs too.
-
-    The user's own settings stay in force.
-    """
+    """Make torch record from the process group's start on; the user's own settings stay in force."""
     folder = collected_in()
     if folder is None:
         return
@@ -57,7 +53,7 @@ def dump(rank: int) -> str:
 
 
 def _with_groups(trace: bytes) -> bytes:
-    """Add the ranks of each process group, which gloo's recorder omits and torch's reader requires."""
+    # gloo's recorder omits the ranks of each process group, which torch's reader requires.
     record = pickle.loads(trace)
     for group, name in dist.distributed_c10d._world.pg_names.items():
         ranks = dist.get_process_group_ranks(group)

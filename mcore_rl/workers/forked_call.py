@@ -27,8 +27,7 @@ class ForkedCallError(Exception):
 class ForkedCall(Generic[T]):
     """A call of `function()` on a copy of the current memory; the copy dies with this process.
 
-    The function must neither communicate nor touch a GPU: the copy shares sockets and the CUDA context with this
-    process.
+    It must not communicate or touch a GPU: sockets and CUDA context are shared.
     """
 
     def __init__(self, function: Callable[[], T]) -> None:
@@ -70,7 +69,6 @@ class ForkedCall(Generic[T]):
 
 
 def _live_as_child(parent: int, report: int, function: Callable[[], object]) -> NoReturn:
-    """Run `function`, leave its pickled result or error in `report`, and exit without any clean-up."""
     status, content = FAILED, b""
     try:
         die_with(parent)

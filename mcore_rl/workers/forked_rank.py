@@ -1,7 +1,6 @@
 """A rank that begins as a copy of its launcher, which has imported the program once for all ranks. Imports no torch.
 
-A fresh Python spends 4 to 5 CPU-seconds on the imports of torch and Megatron; a copy of a process that has done so
-begins at once and shares their memory.
+A fresh Python spends 4 to 5 CPU-seconds on the imports of torch and Megatron.
 """
 
 import atexit
@@ -38,13 +37,8 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 def imported(modules: Sequence[str], threads: str | None) -> bool:
     """Import `modules`, and return whether ranks may be copies of this process.
 
-    A copy of a process with several threads would wait for locks that nobody releases, and an accelerator's context
-    does not survive it: the answer is then False. It is also False if there is nothing to import, or an import fails,
-    which the ranks then report.
-
-    Args:
-        modules: Names of the modules that the ranks will import.
-        threads: Number of threads of a rank, which OpenMP and BLAS read when they are imported; None for their default.
+    It is False with several threads (a copy would wait for their locks), with an accelerator's context, with nothing to
+    import, or if an import fails. `threads` is the number for OpenMP and BLAS; None for their default.
     """
     if not modules or sys.platform != "linux" or _may_use_accelerator():
         return False
@@ -65,9 +59,7 @@ def imported(modules: Sequence[str], threads: str | None) -> bool:
 
 
 def _may_use_accelerator() -> bool:
-    """Return whether the installed torch was built for a kind of accelerator that this machine has, without importing
-    it.
-    """
+    # Asked without importing torch.
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
         return True
@@ -78,14 +70,10 @@ def _may_use_accelerator() -> bool:
 
 
 class ForkedRank:
-    """`python -m module *args` in a copy of this process; it has the methods of subprocess.Popen that a launcher uses.
+    """`python -m module *args` in a copy of this process, with the methods of subprocess.Popen that a launcher uses.
 
-    Args:
-        module: The program; it runs as `__main__`.
-        args: Its arguments.
-        environment: All of its environment variables.
-        log: File of its output; None for pipes, which `stdout` and `stderr` read.
-        handled: Signals with handlers in this process, which the rank begins without.
+    `environment` is all of its variables; `log` has its output, None for pipes; the signals `handled`, which have
+    handlers in this process, are reset in the rank.
     """
 
     def __init__(
@@ -143,7 +131,6 @@ class ForkedRank:
 def _be_the_rank(
     module: str, args: list[str], environment: dict[str, str], outputs: list[int], handled: Sequence[int], parent: int
 ) -> None:
-    """Run the module as `python -m` does, in its own session that ends with the launcher."""
     os.setsid()
     die_with(parent)
     for number in handled:
@@ -186,9 +173,7 @@ def die_with(parent: int) -> None:
 
 
 def end_by_signal(number: int) -> None:
-    """End this process by a signal, as its child ended, so that others name it too; without a core, which the child
-    has left.
-    """
+    """End this process by the signal that ended its child, so that others name it too; without a core."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if number != signal.SIGKILL:
         signal.signal(number, signal.SIG_DFL)

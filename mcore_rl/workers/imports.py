@@ -20,8 +20,8 @@ WAIT_S = 24 * 3600.0
 
 
 def checkpoint_of(load: str, model: ModelConfig, run_dir: Path | None) -> Path:
-    """Return the checkpoint with the weights `load` (of checkpoint.load); for a Hugging Face folder, its import next to
-    `run_dir`. CheckpointError, with the command, if the folder has not been imported.
+    """Return the checkpoint with the weights `load`; for a Hugging Face folder, its import next to `run_dir`. Raises
+    CheckpointError, with the command, if the folder has not been imported.
     """
     found = import_of(load, model, imports_folder(os.environ, run_dir))
     if found is None:
@@ -35,13 +35,9 @@ def checkpoint_of(load: str, model: ModelConfig, run_dir: Path | None) -> Path:
 
 
 def ensure_imported(load: str | None, model: ModelConfig, run_dir: Path | None) -> None:
-    """Import the weights `load` if they are Hugging Face's and these files have not been imported yet.
+    """Import the weights `load` if they are Hugging Face's and not imported yet; one process at a time does.
 
-    Only a single process imports at a time; another start waits, and finds the import.
-
-    Raises:
-        CheckpointError: If the folder has neither Hugging Face's weights nor a checkpoint.
-        ConfigError: If the import failed, with its reason on standard error, or its folder cannot be made.
+    Raises CheckpointError if the folder has no weights, ConfigError if the import failed or its folder cannot be made.
     """
     if load is None or not Path(load).is_dir():
         return None
@@ -70,7 +66,6 @@ def ensure_imported(load: str | None, model: ModelConfig, run_dir: Path | None) 
 
 
 def _make(found: ModelImport, load: str | None) -> None:
-    """Import in a separate process, and show its progress on standard error."""
     if found.is_complete:
         return
     sys.stderr.write(f"{load} is imported once, to {found.path}\n")

@@ -45,8 +45,7 @@ LOG_TAIL_LINES = 40
 CLAIM_S = 1.0
 """Seconds that a rank's failure waits for a graver failure that explains it."""
 STAGE_FILE = "MCORE_RL_STAGE_FILE"
-"""Environment variable with the file in which rank 0 reports to `launch_local` that it trains, or stops as
-requested."""
+"""Environment variable: file in which rank 0 reports to `launch_local` that it trains, or stops as requested."""
 TRAINING, STOPPING = "training", "stopping"
 OF_RANKS = frozenset(
     {
@@ -62,9 +61,7 @@ OF_TRAINING = frozenset(
         *("NCCL_ALGO", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
     }
 )
-"""Environment variables that a cluster's file or `platform.deterministic` sets for training, and that make servers slow
-or end: vLLM with several GPUs refuses expandable segments, with which it cannot share memory between processes.
-"""
+"""Environment variables for training that slow servers down or end them: vLLM refuses expandable segments."""
 
 
 @dataclass(slots=True)
@@ -81,10 +78,7 @@ class _Rank:
 
 
 def under_launcher() -> bool:
-    """Return whether torchrun, srun or `launch_local` started this process as a rank of a run.
-
-    A batch script has SLURM_PROCID and SLURM_NTASKS too; only a task of srun has the variables of a step's tasks.
-    """
+    """Return whether torchrun, srun or `launch_local` started this process as a rank of a run, not a batch script."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return True
     return "SLURM_PROCID" in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1
@@ -122,15 +116,13 @@ def launch_local(
 ) -> int:
     """Run `python -m module *args` as ranks of this machine; return the exit status of the first failure, or 0.
 
-    Rank 0 also writes to this console; `log_dir/rank_K.log` has all of rank K. The first failure is shown, and written
-    to `log_dir/failure.json`, and the other ranks are ended. SIGTERM, SIGINT, SIGUSR1 and SIGHUP are passed on to ranks
-    that train, which then stop and save; while they are starting each of the four ends them at once. After a save on
-    Ctrl-C the status is 130. No rank outlives this process. To be called in the main thread. A disk that is full before
-    there are ranks is a TrainingError; a disk that fills up later costs the logs their next lines, and nothing else.
+    Rank 0 also writes to this console. `log_dir/rank_K.log` has all of rank K, and failure.json there the first
+    failure, which ends the other ranks. SIGTERM, SIGINT, SIGUSR1 and SIGHUP make ranks that train stop and save, and
+    end ranks that start. After a save on Ctrl-C the status is 130. No rank outlives this process. To be called in the
+    main thread. Raises TrainingError if the disk is full before there are ranks.
 
-    Several ranks begin as copies of this process once it has imported `imports` (forked_rank.py), if that is safe, and
-    so does a single rank if this process has imported them already. In both cases `refuse` is called first and raises
-    the errors that the ranks would raise. It is not called otherwise, because it would have to import their modules.
+    Several ranks (a single rank only if this process has imported `imports` already) begin as copies of this process
+    with `imports`, if that is safe; `refuse`, called only then and first, raises the errors that the ranks would raise.
     `meanwhile` is called repeatedly while ranks are running; an error that it raises ends them.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
@@ -185,12 +177,8 @@ def start_server(
 ) -> "subprocess.Popen[bytes]":
     """Start a process that is not a rank of the run, in its own process group, so that Ctrl-C does not reach it.
 
-    Args:
-        command: Program and arguments.
-        settings: Environment variables that it gets in addition to this process's, without those of a rank and of
-            training.
-        defaults: Environment variables that it gets unless this process has variables of these names.
-        log: File to which its output is appended.
+    It gets `settings` and this process's variables without those of a rank and of training; `defaults` only fill gaps.
+    Its output is appended to `log`.
     """
     with log.open("ab") as file:
         return subprocess.Popen(
@@ -204,9 +192,7 @@ def start_server(
 
 
 def foreign_environment() -> dict[str, str]:
-    """Return the environment for a program that is no rank: this process's, without the variables of ranks and of
-    training.
-    """
+    """Return this process's environment without the variables of ranks and of training."""
     return {name: value for name, value in os.environ.items() if name not in OF_RANKS | OF_TRAINING}
 
 
@@ -216,17 +202,14 @@ def environment_variable(name: str) -> str | None:
 
 
 def raise_open_files() -> None:
-    """Raise the limit on open files of this process and its children to the maximum without privileges.
-
-    Data files, sockets to each peer and shared memory of loaders exceed the usual 1024 on large jobs.
-    """
+    """Raise the limit on open files to the maximum without privileges: large jobs exceed the usual 1024."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # some kernels refuse "unlimited"
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _environment(num_ranks: int) -> dict[str, str]:
-    """Return the environment of all ranks: a single thread for each unless the user sets another number."""
+    # A single thread for each rank unless the user sets another number.
     environment = os.environ | {
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
@@ -252,9 +235,7 @@ def free_port() -> int:
 def _start(
     module: str, args: Sequence[str], environment: dict[str, str], log: Path, *, is_first: bool, is_forked: bool
 ) -> _Rank:
-    """Start a rank in its own session, so that Ctrl-C reaches it only through this process; it dies with this
-    process.
-    """
+    # In its own session Ctrl-C reaches it only through this process.
     with log.open("wb") as file:
         if is_forked:
             return _Rank(ForkedRank(module, args, environment, None if is_first else file, stop_signals()), log)
@@ -285,9 +266,7 @@ def dies_with_parent() -> Callable[[], None] | None:
 
 
 def _tee(pipe: IO[bytes], console: IO[bytes], log: Path, live: LiveLine) -> None:
-    """Copy `pipe` to its end; a closed console (`| head`) does not stop the log, nor a full disk the rank. A log that
-    is deleted is opened anew.
-    """
+    # A closed console (`| head`) does not stop the log, nor a full disk the rank; a deleted log is opened anew.
     has_console = has_room = True
     with pipe, ExitStack() as opened:
         file = opened.enter_context(log.open("ab", buffering=0))
@@ -325,8 +304,7 @@ def _handled_signals(handle: Callable[[int, FrameType | None], None]) -> Iterato
 
 
 class _AskedToEndError(BaseException):
-    """A forwarded signal that arrived before there were ranks; no `except Exception` of an import swallows it."""
-
+    # No `except Exception` of an import swallows it.
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.number = number
@@ -337,7 +315,6 @@ def _ask_to_end(number: int, _: FrameType | None) -> NoReturn:
 
 
 def _ended_while_starting(number: int) -> int:
-    """Report that a signal ended the run before it trained, and return the status."""
     asked_by = "Ctrl-C" if number == signal.SIGINT else signal_name(number)
     _write_line(f"{asked_by} while starting: ended at once, nothing was trained that could be lost.")
     return 128 + number
@@ -403,9 +380,7 @@ def _wait(
 def _note_the_dead(
     ranks: list[_Rank], causes: Path, oom: OomKills, passed_on: Sequence[int], unwritten: list[Failure]
 ) -> bool:
-    """Return whether a rank has failed; if it did not write a cause itself, write how it ended, or add that to
-    `unwritten` if there is no room.
-    """
+    """Return whether a rank failed; a cause that it did not write is written, or added to `unwritten` without room."""
     failed = False
     for i, rank in enumerate(ranks):
         code = rank.process.poll()
@@ -436,7 +411,7 @@ def _write_line(line: str) -> None:
 
 
 def _report(cause: Failure, rank: _Rank) -> None:
-    """Write the first cause to stderr; rank 0's own text is on the console already."""
+    # Rank 0's own text is on the console already.
     _join_tees([rank])
     text = f"{cause.text.rstrip()}\n" if cause.rank else ""
     headline = cause.headline
@@ -446,13 +421,12 @@ def _report(cause: Failure, rank: _Rank) -> None:
 
 
 def _join_tees(ranks: Sequence[_Rank], timeout_s: float = GRACE_S) -> None:
-    """Wait until all output of the ranks is on the console."""
     for tee in (tee for rank in ranks for tee in rank.tees):
         tee.join(timeout=timeout_s)
 
 
 def _kill(ranks: Sequence[_Rank]) -> None:
-    """End ranks and their children at once, after their output so far has reached the console."""
+    # Output so far reaches the console first.
     for rank in ranks:
         with suppress(ProcessLookupError):
             os.killpg(rank.process.pid, signal.SIGKILL)
@@ -460,7 +434,7 @@ def _kill(ranks: Sequence[_Rank]) -> None:
 
 
 def _end(ranks: list[_Rank]) -> None:
-    """End the ranks that are left and, if a rank failed or had to be ended, all children."""
+    # Children too are ended if a rank failed or had to be ended.
     alive = [rank for rank in ranks if rank.is_alive]
     failed = alive or any(rank.process.returncode for rank in ranks)
     for rank in alive:

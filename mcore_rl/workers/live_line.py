@@ -1,7 +1,6 @@
 """A line at the bottom of the terminal that shows how far a run is, below the lines that rank 0 prints.
 
-Rank 0 writes into a pipe, so the process that started it draws the line. Rank 0 writes the text to the file that
-LIVE_FILE names, which is set only if there is a terminal.
+The process that started rank 0 draws it; rank 0 writes the text to the file LIVE_FILE, set only if there is a terminal.
 """
 
 import os

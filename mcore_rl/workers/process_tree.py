@@ -22,8 +22,7 @@ import psutil
 from mcore_rl.workers.forked_rank import STOP_SIGNALS, end_by_signal
 
 END_TREE = signal.SIGRTMIN
-"""Signal that ends a supervised process with its descendants. It has no other sender: requests to stop a job reach all
-of its processes as STOP_SIGNALS."""
+"""Signal that ends a supervised process with its descendants; nobody else sends it."""
 POLL_S = 0.5
 """Seconds between checks that the process that asked for the work still runs."""
 MAX_KILLING_S = 5.0
@@ -33,11 +32,9 @@ PR_SET_CHILD_SUBREAPER = 36
 
 def supervise(work: Callable[[], None], parent: int, *, after_start: Callable[[], None]) -> NoReturn:
     """Run `work` in a child of this process, and end with its exit status when nothing that it started runs any more.
-    `after_start` is called in this process when the child has started.
 
-    The descendants are killed when the child ends, when END_TREE arrives, or when the process `parent` is gone. They
-    have their own process group, so that Ctrl-C does not reach them; a process that leaves the group, or loses its
-    parent, becomes a child of this process (a subreaper, Linux) and is found there.
+    The descendants are killed when the child ends, when END_TREE arrives, or when the process `parent` is gone; also
+    those that left their process group (Linux). `after_start` is called in this process.
     """
     os.setpgid(0, 0)
     if sys.platform == "linux":
@@ -93,7 +90,7 @@ def _reaped(child: int) -> int | None:
 
 
 def _kill_descendants() -> None:
-    """Kill and collect until none is left: a killed process may have started another a moment before."""
+    # A killed process may have started another a moment before.
     deadline = time.monotonic() + MAX_KILLING_S
     itself = psutil.Process()
     while (found := itself.children(recursive=True)) and time.monotonic() < deadline:

@@ -1,9 +1,8 @@
 """Rank guard: the first error ends every rank and is printed first, under any launcher.
 
-The ranks share a key-value store (torch's TCPStore on the rendezvous port, so that it is there before the process group
-and after it). The first rank to fail claims the failure, prints it, then publishes it; a thread on every rank looks
-once a second and ends its process, which may be waiting in a collective. The same thread counts in the store, so that
-the other ranks see when a process is gone or stopped: a rank that has lost its peer names the peer, not itself.
+The ranks share a key-value store (torch's TCPStore on the rendezvous port). The first rank to fail claims the failure,
+prints it, then publishes it; a thread on every rank looks once a second, ends its process even in a collective, and
+counts, so that a rank that has lost its peer names the peer, not itself.
 """
 
 import faulthandler
@@ -50,8 +49,7 @@ LOST_PEER_TEXTS = ("connection", "broken pipe", "gloo", "nccl", "peer")
 def rank_guard() -> AbstractContextManager[None]:
     """Guard everything that a rank does: an error inside ends every rank of the run.
 
-    The failing process has exit status 1, or 2 and no traceback if the user can fix the error (McoreRlError). To be
-    entered once in the life of a process: the store ends with it.
+    The exit status is 1, or 2 without a traceback for a McoreRlError. To be entered once in the life of a process.
     """
     open_standard_streams()
     world_size = world_size_of_launcher()
@@ -61,8 +59,6 @@ def rank_guard() -> AbstractContextManager[None]:
 
 
 class _Alone(AbstractContextManager[None]):
-    """The guard of a single rank."""
-
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -79,11 +75,7 @@ class _Alone(AbstractContextManager[None]):
 
 
 class _Guard(AbstractContextManager[None]):
-    """The guard of a rank if there are several.
-
-    Keys of the store: first, failure; host, sign, gone, heard and left of each rank.
-    """
-
+    # Keys of the store: first, failure; host, sign, gone, heard and left of each rank.
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -150,9 +142,7 @@ class _Guard(AbstractContextManager[None]):
                 self._give_way(*failed)
 
     def _note_silent_ranks(self, signs: dict[int, tuple[int, float]]) -> None:
-        """Record each rank that gives no sign any more; a rank that gives a sign again is not a cause. `signs` are the
-        count of each rank's signs and the time at which it last changed, and are updated.
-        """
+        # A rank that gives a sign again is not a cause. Each rank's count comes with the time of its last change.
         now_s = time.monotonic()
         for rank in range(self.world_size):
             count = self._signs_of(rank)
@@ -164,7 +154,7 @@ class _Guard(AbstractContextManager[None]):
                 record.unlink(missing_ok=True)
 
     def _publish_death(self) -> None:
-        """Publish the death of a rank, which the process above it has recorded: NCCL would wait for the rank."""
+        # NCCL would wait for the rank, whose death the process above it has recorded.
         folder = collected_in()
         cause = first_cause(folder) if folder else None
         if cause and cause.order == Order.CAUSE and self._published() is None:
@@ -175,7 +165,6 @@ class _Guard(AbstractContextManager[None]):
         self.store.write(f"sign/{self.rank}", str(self.num_signs))
 
     def _signs_of(self, rank: int) -> int:
-        """Return how often a rank has given a sign; 0 before the first."""
         return int(self.store.read(f"sign/{rank}") or 0)
 
     def _host_of(self, rank: int) -> str:
@@ -188,13 +177,13 @@ class _Guard(AbstractContextManager[None]):
         self.silent[rank] = note_failure(rank_failure(rank, HUNG_STATUS, cause, order=Order.CONSEQUENCE, host=host))
 
     def _watch_store(self) -> None:
-        """Record the silence of the store's host: `_watch` waits for its answer, and collectives for its rank."""
+        # `_watch` waits for the host's answer, and collectives for its rank.
         while not self.leaving.wait(LOOK_S):
             if time.monotonic() - self.looked_s > SILENT_S:
                 self._note_silence(0, os.environ.get("MASTER_ADDR", "127.0.0.1"))
 
     def _leave(self) -> None:
-        """Leave; the store ends with its host, which therefore leaves last."""
+        # The store ends with its host, which therefore leaves last.
         self.store.write(f"gone/{self.rank}", "")  # before it waits: from now on its silence is no failure
         if self.is_host:
             self._wait_for_the_others()
@@ -204,7 +193,7 @@ class _Guard(AbstractContextManager[None]):
             self.store.write(f"left/{self.rank}", "")
 
     def _wait_for_the_others(self) -> None:
-        """Return when all other ranks have left, or LEAVE_S after their last message was overwritten."""
+        # Others have LEAVE_S after their last message was overwritten.
         waiting, overwritten_s = set(range(self.world_size)) - {self.rank}, 0.0
         while True:
             waiting = {rank for rank in waiting if self.store.read(f"left/{rank}") is None}
@@ -215,7 +204,6 @@ class _Guard(AbstractContextManager[None]):
             time.sleep(LOOK_S / 10)
 
     def _fail(self, error: BaseException) -> NoReturn:
-        """Report the error to all ranks as the first to fail, or give way to the rank that was."""
         cause = _cause(error)
         is_lost_peer = _is_lost_peer(error)
         origin = _origin(error)
@@ -244,7 +232,6 @@ class _Guard(AbstractContextManager[None]):
             end_process(failure.status)
 
     def _lost_peer(self, failure: Failure, cause: str) -> Failure:
-        """Return the failure with the ranks that are gone in its headline, if the store shows any."""
         before = [self._signs_of(rank) for rank in range(self.world_size)]
         time.sleep(2.5 * LOOK_S)  # in which a living rank gives two signs
         gone = [
@@ -282,7 +269,6 @@ class _Guard(AbstractContextManager[None]):
         return rank, headline
 
     def _wait_until_heard(self) -> None:
-        """On the host, keep the store until the other ranks have looked."""
         deadline = time.monotonic() + LINGER_S
         while self.is_host and time.monotonic() < deadline:
             others = set(range(self.world_size)) - {self.rank}
@@ -291,7 +277,6 @@ class _Guard(AbstractContextManager[None]):
             time.sleep(LOOK_S / 10)
 
     def _give_way(self, first: int, headline: str, own_headline: str = "") -> NoReturn:
-        """End because another rank failed; write nothing if this rank failed with the same error."""
         same = headline == own_headline
         self._end("" if same else f"Rank {self.rank} ends because rank {first} failed: {headline}")
 
@@ -313,7 +298,6 @@ class _Guard(AbstractContextManager[None]):
 
 
 def _explained(error: BaseException) -> BaseException:
-    """Return the error for the user in place of a full disk's, or of a file's that may not be read or written."""
     return (machine_error(error) if isinstance(error, OSError) else None) or error
 
 
@@ -327,7 +311,6 @@ def _origin(error: BaseException | None) -> int | None:
 
 
 def _cause(error: BaseException) -> str:
-    """Return the error as the last lines of its traceback do, on one line."""
     return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
 
 
@@ -340,7 +323,6 @@ def _status(error: BaseException) -> int:
 
 
 def _text(error: BaseException) -> str:
-    """Return a traceback, or a shorter text if a traceback would not help the user."""
     if isinstance(error, McoreRlError):
         return error_text(error)
     if isinstance(error, SystemExit | KeyboardInterrupt):
@@ -350,10 +332,7 @@ def _text(error: BaseException) -> str:
 
 
 def _is_lost_peer(error: BaseException) -> bool:
-    """Return whether the error reads like the loss of another rank.
-
-    gloo raises RuntimeErrors and NCCL DistErrors; an OSError is a file's or another server's.
-    """
+    # gloo raises RuntimeErrors and NCCL DistErrors; an OSError is a file's or another server's.
     text = str(error).lower()
     is_of_torch = type(error) is RuntimeError or isinstance(error, DistError)
     return is_of_torch and any(part in text for part in LOST_PEER_TEXTS)

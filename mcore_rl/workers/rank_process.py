@@ -48,8 +48,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _ended(child: int, awaited: Set[int]) -> tuple[int, list[int]]:
-    """Wait for the end of the rank in the process `child`, and send it the requests to stop among `awaited`, which are
-    blocked. Return its exit code, negative for the signal that ended it, and the requests that came.
+    """Send the rank in the process `child` requests to stop among `awaited`, which are blocked, until it ends. Returns
+    its exit code, negative for a signal, and the requests that came.
     """
     asked: list[int] = []
     while True:
@@ -64,9 +64,6 @@ def _ended(child: int, awaited: Set[int]) -> tuple[int, list[int]]:
 
 
 def _be_the_rank(parent: int, rank: int, argv: Sequence[str], mask: Set[int]) -> None:
-    """Run the module as `python -m` does, with the signals of `mask` blocked, and end; an unhandled error is recorded,
-    then raised.
-    """
     die_with(parent)
     for number in stop_signals():
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -80,7 +77,7 @@ def _be_the_rank(parent: int, rank: int, argv: Sequence[str], mask: Set[int]) ->
 
 
 def _note_unforeseen(rank: int, error: BaseException | None) -> None:
-    """Record an unhandled error, such as an import's; Ctrl-C ends the rank without a traceback."""
+    # Ctrl-C ends the rank without a traceback.
     if isinstance(error, KeyboardInterrupt):
         sys.stderr.write(f"Rank {rank} was interrupted.\n")
         sys.stderr.flush()

@@ -1,11 +1,9 @@
 """Messages between the ranks in torch's key-value store that other users of the network cannot forge.
 
-Everybody who reaches the rendezvous port can read, write and list the keys of a TCPStore: torch has no password for it.
-Each message therefore carries an HMAC-SHA256 over its key and text, made with a secret that the launcher gives to the
-ranks in a file that only their user can read. A message without the right signature is ignored and reported once.
+A TCPStore has no password: whoever reaches its port can read and write. Each message has an HMAC-SHA256 over key and
+text, with a secret in a file of the launcher that only the user can read. Others are ignored and reported once.
 
-The secret does not prevent anybody from deleting messages, stopping the store's server, or disturbing torch's own
-rendezvous, which has the same port: see docs/slurm.md.
+Deleting messages, stopping the server and disturbing torch's own rendezvous are not prevented: see docs/slurm.md.
 """
 
 import hmac
@@ -32,8 +30,8 @@ def write_secret(path: Path) -> None:
 
 
 def secret_of_launcher() -> bytes:
-    """Return the secret of this run's ranks; empty, and without protection, if the launcher gives none. ConfigError if
-    its file cannot be read, is empty, or can be read by other users.
+    """Return the secret of this run's ranks; empty, and without protection, if the launcher gives none. Raises
+    ConfigError if its file cannot be read, is empty, or can be read by other users.
     """
     path = os.environ.get(SECRET_FILE)
     if not path:
@@ -53,9 +51,7 @@ class SignedStore:
     """Texts by key in a `torch.distributed.Store`; texts without the right signature count as missing."""
 
     def __init__(self, store: "Store", scope: str, secret: bytes) -> None:
-        """Use `scope` as a prefix of all keys; a message of another scope, such as an earlier attempt, is not valid in
-        this store.
-        """
+        """Use `scope` as a prefix of all keys; messages of other scopes (earlier attempts) are not valid here."""
         self._store, self._scope, self._secret = store, scope, secret
         self._reported: set[str] = set()
 
@@ -85,7 +81,7 @@ class SignedStore:
         return f"{self._scope}/{key}"
 
     def _signature(self, key: str, text: str) -> str:
-        """Return 64 hexadecimal digits; the key's length separates its end from the text's beginning."""
+        # The key's length separates its end from the text's beginning.
         full = self._full(key)
         return hmac.digest(self._secret, f"{len(full)}:{full}{text}".encode(), "sha256").hex()
 

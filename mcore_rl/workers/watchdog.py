@@ -39,9 +39,7 @@ class Limits:
     """Seconds that one wait for a server may take, for which `auto` always leaves time."""
 
     def of(self, phase: Phase, longest_step_s: float) -> tuple[float | None, str]:
-        """Return the limit of a phase, and the setting it comes from; `longest_step_s` is 0 before a step is
-        measured.
-        """
+        """Return a phase's limit and its setting; `longest_step_s` is 0 before a step is measured."""
         if phase == "start":
             return self.start_s, "train.hang_start_s"
         if phase == "pause":
@@ -56,10 +54,9 @@ class Limits:
 
 
 class Watchdog:
-    """A limit while entered: when a phase takes longer than it may, the stacks of all threads go to stderr and the
-    process ends with HUNG_STATUS.
+    """A limit while entered: a phase that takes longer ends the process with HUNG_STATUS, and all stacks on stderr.
 
-    Only time in which this process was allowed to run counts, so that a suspended job is not ended.
+    Only time in which this process was allowed to run counts.
     """
 
     def __init__(self, limits: Limits, rank: int) -> None:
