@@ -26,8 +26,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def step_of(job: str, cluster: ClusterConfig, work_dir: Path, node: str, command: list[str]) -> list[str]:
-    """Return the srun command of a step on a node of a running job (empty: the first) that takes nothing from the steps
-    of the job. It starts `command`, or an interactive shell, in `work_dir` and the container of `cluster`.
+    """Return the srun command of a step on a node of a running job (empty: the first), without taking its resources.
+
+    It runs `command`, or an interactive shell, in `work_dir` and the container of `cluster`.
     """
     container = cluster.container
     is_shell = not command
@@ -42,7 +43,6 @@ def step_of(job: str, cluster: ClusterConfig, work_dir: Path, node: str, command
 
 
 def _job_of(text: str) -> tuple[str, Path]:
-    """Return the job that an id or the run_dir of its run names, and the folder of its launch."""
     run = Path(text)
     submitted = submissions(run)
     if submitted:

@@ -92,9 +92,9 @@ def copy_code(code: Code, folder: Path) -> None:
 
 @contextmanager
 def _current_tree(code: Code) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield a git tree of the packages as they are now, without ignored files, and the environment of git for it.
+    """Yield a git tree of the packages without ignored files, and git's environment for it.
 
-    Index and new objects are written outside the checkout, which stays as it is and need not be writable.
+    Index and objects are written outside the checkout, which need not be writable.
     """
     if not code.changed:
         yield code.commit, {}

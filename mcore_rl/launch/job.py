@@ -114,8 +114,7 @@ class Servers:
     sbatch: tuple[str, ...] = ()
     """#SBATCH options of the component: `--gpus-per-node=8`, `--partition=...`."""
     program_arguments: tuple[str, ...] = ()
-    """Arguments that it adds to the program; {hosts} stands for its hosts, separated by commas, {urls} for the quoted
-    addresses of all ports."""
+    """Arguments added to the program's; {hosts} are its hosts, {urls} the quoted addresses of all ports."""
     ports: int = 0
     """Ports that each of its nodes listens on, from SERVER_PORT on, which depends on the job."""
 
@@ -157,9 +156,7 @@ class JobScript:
     mail_user: str = ""
     mail_type: str = ""
     dependency: str = ""
-    """Dependency in sbatch's format, `afterok:12:13`; Slurm cancels a job with a dependency that can never be
-    fulfilled.
-    """
+    """Dependency as sbatch writes it, `afterok:12:13`; Slurm cancels a job that can never start."""
     array: str = ""
     """Indices in sbatch's format, `0-3%2`; empty for no array."""
     array_field: str = "train.seed"
@@ -180,8 +177,7 @@ class JobScript:
     """Lines of bash that run before Python on every node, outside an apptainer and inside a pyxis container."""
     container: NoContainer | ContainerConfig = field(default_factory=NoContainer)
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables, as NCCL's and CUDA_DEVICE_MAX_CONNECTIONS; OMP_NUM_THREADS is 1 unless it is among them.
-    """
+    """Environment variables, as NCCL's and CUDA_DEVICE_MAX_CONNECTIONS; OMP_NUM_THREADS is 1 by default."""
     scratch: str = ""
     """Folder that is created on every node as TMPDIR; it may contain $SLURM_JOB_ID."""
     cache: str = ""
@@ -259,7 +255,7 @@ class JobScript:
 
     @property
     def _folders(self) -> tuple[str, ...]:
-        """Folders that a container needs, the working folder first."""
+        # The working folder comes first.
         return tuple(dict.fromkeys(path for path in (self.work_dir, self.run_dir, self.code_dir) if path))
 
     @property
@@ -282,9 +278,7 @@ class JobScript:
 def inside_apptainer(
     container: NoContainer | ContainerConfig, folders: Sequence[str], *, has_gpus: bool
 ) -> tuple[str, ...]:
-    """Return the command that enters an apptainer container with `folders`, of which the first is the working folder;
-    empty for another kind of container.
-    """
+    """Return the command that enters an apptainer container with `folders`, the working folder first, or nothing."""
     if not isinstance(container, ContainerConfig) or container.kind != "apptainer":
         return ()
     binds = ("--bind", ",".join(_mounts(container, folders)), "--pwd", folders[0])
@@ -332,7 +326,6 @@ def _directives(job: JobScript) -> Iterator[str]:
 
 
 def _settings(job: JobScript) -> Iterator[str]:
-    """Yield the lines of bash that set the variables of job.sh and source it."""
     servers = job.servers or Servers(nodes=0, command="")
     inside = shlex.join(job.inside)
     check = (
@@ -430,7 +423,7 @@ def _assignment(name: str, value: object) -> str:
 
 
 def _quoted(value: object) -> str:
-    """Return one word of bash; with a comma in quotes too, which would look like a separator in an array."""
+    # A comma too needs quotes: it would look like a separator in an array.
     text = str(value)
     return "" if text == "" else f"'{text}'" if shlex.quote(text) == text and "," in text else shlex.quote(text)
 

@@ -104,9 +104,8 @@ def found_runs(path: Path) -> Iterator[Path]:
 
 
 def status_of(run: Path, submission: Submission, queued: Mapping[str, slurm.QueuedJob] | None) -> RunStatus:
-    """Return the state of a run from Slurm and from its folder.
-
-    `queued` are the jobs that wait or run, by id; None where Slurm does not answer: it is not asked again then.
+    """Return the state of a run; `queued` are jobs that wait or run, None where Slurm does not answer (not asked
+    again).
     """
     attempts = list(tail(run / "attempts.jsonl", TAIL_BYTES))
     if not submission.array:
@@ -140,7 +139,7 @@ def status_of(run: Path, submission: Submission, queued: Mapping[str, slurm.Queu
 
 
 def _state(job: slurm.QueuedJob | None, attempts: Sequence[dict[str, object]], *, is_asked: bool) -> str:
-    """Return the job's state in Slurm's word; where Slurm does not answer, the folder's state."""
+    # Slurm's word; where Slurm does not answer, the folder's.
     if job:
         return job.state
     last = attempts[0] if attempts else {}
@@ -177,7 +176,7 @@ def _stage_before(
 def _why(
     job: slurm.QueuedJob | None, attempts: Sequence[dict[str, object]], queued: Mapping[str, slurm.QueuedJob] | None
 ) -> str:
-    """Return why a run waits or ended; for a job that was requeued and runs, how the attempt before ended."""
+    # A job that was requeued and runs shows how the attempt before ended.
     reasons = [job.reason] if job and job.reason else []
     last = attempts[0]
     may_run = job.state == "RUNNING" if job else queued is None

@@ -177,9 +177,7 @@ def plan_check(
 
 
 def _refuse_unready(run_dir: Path, cluster: ClusterConfig, allowances: Allowances) -> tuple[str, ...]:
-    """Raise ConfigError for a folder or a file of keys with which no job can run, or an image that does not exist, and
-    return warnings of it where that is allowed.
-    """
+    """Raise ConfigError for what no job can run with, or return warnings of it where that is allowed."""
     absent = tuple(image_violations(cluster.container))
     unready = [*folder_violations(run_dir), *environment_file_violations(cluster, run_dir)]
     refuse(unready if allowances.absent else [*absent, *unready])
@@ -196,7 +194,6 @@ def _conversion(stage: ConversionStage) -> tuple[str, ...]:
 
 
 def _placement(cluster: ClusterConfig, options: JobOptions, folder: Path, gpus: int) -> dict[str, Any]:
-    """Return the arguments of JobScript that all jobs of a cluster share."""
     slurm = cluster.slurm
     container = cluster.container
     if isinstance(container, ContainerConfig) and options.array:
@@ -257,7 +254,7 @@ def _unknown_fields(kind: type[Section], options: JobOptions) -> Iterator[str]:
 
 
 def _with_servers(config: RunConfig, count: int) -> RunConfig:
-    """Return the config as the job completes it, for its checks: the addresses of servers are known when it starts."""
+    # Checks need servers' addresses, which are known only when the job starts.
     if not count or not isinstance(config, RlRunConfig) or config.served is None:
         return config
     served = config.served
@@ -272,7 +269,6 @@ def _with_servers(config: RunConfig, count: int) -> RunConfig:
 
 
 def _servers(served: ServedConfig | None, cluster: ClusterConfig, options: JobOptions, folder: Path) -> Servers | None:
-    """Return the servers of a job with its launch in `folder`, as the options or the engine's section have them."""
     if not options.servers:
         if options.server_command or options.server_field:
             raise ConfigError("--server-command and --server-field need --servers N, the number of server nodes.")
@@ -317,5 +313,4 @@ def _servers(served: ServedConfig | None, cluster: ClusterConfig, options: JobOp
 
 
 def _name(program: str, run_dir: Path) -> str:
-    """Return a job name of characters that Slurm accepts."""
     return re.sub(r"[^\w.-]+", "_", f"{program}-{run_dir.name}")

@@ -93,7 +93,7 @@ def check_training(config: RunConfig, cluster: ClusterConfig, nodes: int, allowa
 
 
 def _not_imported(load: str | None, model: ModelConfig, run_dir: Path) -> Iterator[str]:
-    """Yield a sentence when the weights are a Hugging Face folder that nobody has imported, as ranks do not."""
+    # Ranks do not import a Hugging Face folder.
     if load is None or not Path(load).is_dir() or has_checkpoints(run_dir):
         return
     found = import_of(load, model, imports_folder(os.environ, run_dir))
@@ -202,7 +202,7 @@ def _missing_inputs(
 
 
 def _is_mounted(path: Path, mounts: Sequence[str], run_dir: Path) -> bool:
-    """Return whether the container has `path` under the same name; it also has the working and the run's folder."""
+    # The container has a path under the same name, and the working and the run's folder.
     seen = [Path.cwd(), run_dir.absolute()]
     for mount in mounts:
         source, _, rest = mount.partition(":")

@@ -108,9 +108,7 @@ def resume_warnings(run_dir: Path) -> list[str]:
 
 
 def logged_warnings(records: Iterable[Mapping[str, object]]) -> Iterator[str]:
-    """Yield the last SHOWN_WARNINGS different warnings, by their first lines, among a log's records, which come newest
-    first, each with its step.
-    """
+    """Yield the last SHOWN_WARNINGS different warnings (first lines, with step) of records that come newest first."""
     shown: set[str] = set()
     for record in records:
         warning = str(record.get("event", "")).partition("\n")[0]

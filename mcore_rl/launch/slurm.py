@@ -44,9 +44,7 @@ UNREACHABLE = (
     "Socket timed out",
     "Zero Bytes were transmitted",
 )
-"""Parts of the messages of Slurm's commands when no controller answers them; everything else is a controller's
-answer.
-"""
+"""Parts of the messages of Slurm's commands when no controller answers; all else is a controller's answer."""
 
 
 class SlurmError(McoreRlError):
@@ -79,9 +77,7 @@ class QueuedJob:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment without the variables of the job or step that this process runs in: a new job would
-    inherit them, and its srun takes options from them.
-    """
+    """Return the environment without this job's or step's variables: a new job's srun takes options from them."""
     return {name: value for name, value in os.environ.items() if not OF_A_JOB.match(name)}
 
 

@@ -75,7 +75,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _overriding(name: str, value: str, slurm: SlurmConfig) -> Iterator[str]:
-    """Yield a sentence if an environment variable of sbatch replaces an option of the script: sbatch prefers it."""
+    # sbatch prefers an environment variable to an option of the script.
     option = name.removeprefix("SBATCH_").lower().replace("_", "-")
     by = set_by_launch(f"--{option}", value, slurm) if name.startswith("SBATCH_") else ""
     if by and getattr(slurm, option, "") is not None:  # a field that the cluster's file leaves open may be a user's
@@ -83,7 +83,7 @@ def _overriding(name: str, value: str, slurm: SlurmConfig) -> Iterator[str]:
 
 
 def _await_check(plan: PlannedJob, job: str) -> int:
-    """Wait until the job has ended, print its nodes' findings, and return its exit status, 0 or 1."""
+    # Returns the job's exit status, 0 or 1.
     while slurm.in_queue([job]):
         time.sleep(CHECK_POLL_S)
     report = plan.folder / FOUND / REPORT
@@ -123,13 +123,12 @@ def _plans(args: argparse.Namespace, cluster: ClusterConfig) -> Iterator[Planned
 
 
 def _modes(cluster: Path, config: Path | None) -> Mapping[str, int]:
-    """Return the permissions of a launch's files: no wider than the permissions of their sources."""
+    # No wider than the permissions of the launch's sources.
     modes = dict.fromkeys((SCRIPT, "cluster.toml"), _mode(cluster))
     return modes | ({} if config is None else {"config.toml": _mode(config)})
 
 
 def _mode(path: Path) -> int:
-    """Return the permissions that all files have that a config is read from."""
     mode = 0o666
     for file in files_of(path):
         mode &= file.stat().st_mode
@@ -143,10 +142,7 @@ def _pipeline(
     options: JobOptions,
     allowances: Allowances,
 ) -> Iterator[PlannedJob]:
-    """Yield the job of each stage but those that are finished, up to the first that is not.
-
-    A job's dependency names the stage before; its job id is not known yet.
-    """
+    """Yield the jobs of unfinished stages; a dependency names the stage before, as its job id is not known yet."""
     refused = [name for name in ("array", "servers") if getattr(options, name)]
     if args.nodes or refused:
         option = "nodes" if args.nodes else refused[0]
@@ -210,7 +206,7 @@ def _finished(run_dir: Path, stage: TrainingStage | ConversionStage) -> str:
 
 
 def _show(plans: Sequence[PlannedJob], code: Code) -> int:
-    """Show the scripts, and Slurm's answer to the first script, which has no dependency on another stage."""
+    # Slurm is asked about the first script only, which depends on no other stage.
     _show_scripts(plans)
     if code.changed:
         sys.stderr.write(f"warning: {len(code.changed)} files of the code are not committed (--allow-dirty)\n")
@@ -229,9 +225,7 @@ def _show_scripts(plans: Iterable[PlannedJob]) -> None:
 
 
 def _submit_all(plans: Sequence[PlannedJob], code: Code) -> list[str]:
-    """Submit the jobs and return their ids. Each waits for the job before. When Slurm refuses a job, the jobs before
-    it are cancelled.
-    """
+    """Submit the jobs and return their ids; when Slurm refuses a job, the jobs before it are cancelled."""
     jobs: list[str] = []
     for index, plan in enumerate(plans):
         job = replace(plan.job, dependency=f"afterok:{jobs[-1]}") if index else plan.job
@@ -250,11 +244,10 @@ def _submit_all(plans: Sequence[PlannedJob], code: Code) -> list[str]:
 
 
 def _submit(plan: PlannedJob, code: Code, after: str = "") -> str:
-    """Submit a job, which waits for the job of the run in folder `after`, and return its id.
+    """Submit a job, which waits for the job of the run in folder `after`, and return its id; a refused job leaves no
+    folder.
 
-    A job that Slurm refuses leaves no folder.
-
-    Of two launches for one run at the same time, one submits: the other waits for it, and then sees its job.
+    Of two launches for one run at the same time, one waits for the other, and then sees its job.
     """
     run_dir = Path(plan.job.run_dir)
     with ExitStack() as claim:
@@ -283,7 +276,7 @@ def _submit(plan: PlannedJob, code: Code, after: str = "") -> str:
 
 
 def _lock(claim: ExitStack, lock: Path) -> None:
-    """Wait until no other launch of the run is at work, where the file system has locks."""
+    # Some file systems have no locks.
     remedy = "It launches the same run. Wait for it, or choose another run_dir."
     try:
         claim.enter_context(sole_writer(lock, wait_s=OTHER_LAUNCH_S, remedy=remedy))
@@ -293,7 +286,7 @@ def _lock(claim: ExitStack, lock: Path) -> None:
 
 
 def _make(folder: Path) -> None:
-    """Make the folder of this launch, which fails when another launch has made it: an existing folder is not ours."""
+    # Fails when another launch has made it: an existing folder is not ours.
     try:
         folder.mkdir()
     except FileExistsError:
@@ -301,7 +294,7 @@ def _make(folder: Path) -> None:
 
 
 def _write(path: Path, text: str, modes: Mapping[str, int]) -> None:
-    """Write a file that never had more permissions than it is to have."""
+    # The file never has more permissions than it is to have.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, modes.get(path.name, 0o666))
     with open(descriptor, "w", encoding="utf-8") as file:
         file.write(text)
