@@ -46,19 +46,15 @@ class _RunSink:
     _run: Any
 
     def write(self, step: int, values: Mapping[str, Reported]) -> None:
-        """Send every scalar of a step."""
         self._log(step, _scalars(values))
 
     def message(self, step: int, text: str, fields: Mapping[str, object]) -> None:
-        """Send the text and the fields as a text of the step."""
         self._log(step, {"event": _event(text, fields)})
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Send a table."""
         self._log(step, {"samples": self._library.Table(columns=list(COLUMNS), data=_cells(rows))})
 
     def close(self) -> None:
-        """Return when everything is sent."""
         self._run.finish()
 
     def _log(self, step: int, values: Mapping[str, object]) -> None:

@@ -27,10 +27,7 @@ SUM, MEAN, EXP_MEAN, MAX, MIN, LAST = Reduce
 
 
 class MetricRow(NamedTuple):
-    """Unit, reduction and meaning of a metric.
-
-    The unit 1 is a pure number; `fraction` is a number from 0 to 1, the fraction of all things of the kind described.
-    """
+    """Unit, reduction and meaning of a metric; 1 is a pure number, `fraction` a part of all such things, 0 to 1."""
 
     unit: str
     reduce: Reduce

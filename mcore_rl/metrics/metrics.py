@@ -14,8 +14,7 @@ from mcore_rl.metrics.metric_table import EXP_MEAN, MAX, MEAN, MIN, SUM, Reduce,
 class Metric:
     """One value of a metric with its count: for a mean, `value` is the sum over `count` things.
 
-    A tensor stays on its device, without its graph, until it is written: creating a Metric does not wait for the
-    device.
+    A tensor stays on its device, without its graph, until it is written.
     """
 
     name: str

@@ -102,12 +102,7 @@ def speed_metrics(
 ) -> list[Metric]:
     """Return tokens/s, model TFLOP/s and MFU per rank, and the time of the step.
 
-    Args:
-        num_tokens: Trained tokens of the step, summed over all ranks.
-        step_s: Wall time of the step.
-        num_ranks: Number of ranks in the world.
-        flops_per_token: Model FLOPs of forward and backward (planning/flops.py).
-        peak_flops: Peak FLOP/s of each rank's device (metrics/performance.py); None if unknown: there is then no MFU.
+    `num_tokens` are trained tokens of all ranks. `peak_flops` is each rank's; None if unknown: then there is no MFU.
     """
     flops = num_tokens * flops_per_token
     rank_s = step_s * num_ranks

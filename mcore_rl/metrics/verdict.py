@@ -33,9 +33,7 @@ def wilson(share: float, count: float, z: float = Z_95) -> tuple[float, float]:
 def interval_of_difference(
     before: float, num_before: float, after: float, num_after: float, z: float = Z_95
 ) -> tuple[float, float]:
-    """Return the interval of `after - before`, two shares of so many prompts (Newcombe 1998, method 10). For the same
-    prompts it is on the wide side.
-    """
+    """Return the interval of `after - before`, two shares of so many prompts (Newcombe 1998, method 10)."""
     (low_before, high_before), (low, high) = wilson(before, num_before, z), wilson(after, num_after, z)
     low, high = math.hypot(after - low, high_before - before), math.hypot(high - after, before - low_before)
     return after - before - low, after - before + high
@@ -209,9 +207,7 @@ class OverOptimization:
 
 
 def _alarm(name: str, before: tuple[float, float], after: tuple[float, float], best_step: int, step: int) -> str | None:
-    """Return the alarm for two means of metric and reward, the second at `step`; None if the fall is small or the
-    reward did not rise.
-    """
+    """Return the alarm for two means of metric and reward; None if the fall is small or the reward did not rise."""
     if before[0] - after[0] <= LEAST_FALL * abs(before[0]) or after[1] <= before[1]:
         return None
     return (

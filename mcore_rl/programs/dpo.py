@@ -75,11 +75,9 @@ def train(config: DPOConfig) -> None:
 def with_reference(
     config: DPOConfig, run: Run, sources: Sequence[PreferenceSource], head: AnswerLogprobHead
 ) -> list[PreferenceSource]:
-    """Collective over the world: return the sources with the reference's logprobs, which are read from the cache if an
-    earlier start, or another run on the same data from the same checkpoint, computed them.
+    """Collective over the world: return the sources with the reference's logprobs, from the cache if they are there.
 
-    Raises:
-        CheckpointError: They must be computed, and the run's reference is gone or has changed.
+    Raises CheckpointError if they must be computed, and the run's reference is gone or has changed.
     """
     origin = on_rank_zero(partial(find_origin, config, run.folder))
     found = []

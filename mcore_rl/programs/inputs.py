@@ -19,15 +19,8 @@ from mcore_rl.storage.folders import read_run, run_of_checkpoint
 
 
 def load_matching_tokenizer(config: TokenizerConfig, model: ModelConfig, checkpoint: str | None) -> Tokenizer:
-    """Load the tokenizer for training that starts from a model.
-
-    Args:
-        config: The tokenizer, `data.tokenizer`.
-        model: The model; its vocabulary must hold all tokens.
-        checkpoint: The checkpoint that training starts from, if any.
-
-    Raises:
-        DataError: if the vocabulary is too small, or the checkpoint was trained with another tokenizer.
+    """Load the tokenizer for training that starts from `checkpoint`, if any. Raises DataError if the model's vocabulary
+    is too small, or the checkpoint was trained with another tokenizer.
     """
     tokenizer = load_tokenizer(config)
     if tokenizer.vocab_size > model.vocab_size:

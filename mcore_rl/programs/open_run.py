@@ -51,9 +51,7 @@ def run_rank(train: Callable[[AnyConfig], None], config: type[AnyConfig], argv: 
 def is_done(config: RunConfig, platform: Platform) -> bool:
     """Collective over the world: return whether an earlier start did all steps of this run; rank 0 then prints so.
 
-    Raises:
-        CheckpointError: if another program made these steps.
-        ConfigError: if they were the steps of another run.
+    Raises CheckpointError if another program made them, ConfigError if they were another run's.
     """
     message = RunFolder(Path(config.run_dir)).done()
     if message:
@@ -198,11 +196,8 @@ def _memory_lines(config: RunConfig, platform: Platform) -> list[str]:
 def keep_layers(config: PlatformConfig, platform: Platform, folder: RunFolder) -> tuple[Platform, tuple[str, ...]]:
     """Collective over the world: use the layers that the last start of a run recorded, before a model is built.
 
-    A run with torch's layers keeps them if `platform.layers` is "auto".
-
-    Returns:
-        The platform with the layers of this start, and warnings: if the order of sums differs from the last start, so
-        that the run does not continue bit for bit, and if run.json was damaged, which is then renamed.
+    A run with torch's layers keeps them if `platform.layers` is "auto". Returns the platform and warnings: if the order
+    of sums differs from the last start, and if run.json was damaged, which is then renamed.
     """
     recorded, damage = on_rank_zero(partial(_last_layers, folder))
     if recorded == "torch" and platform.layers == "cpu" and config.layers == "auto" and not config.bf16_products:

@@ -71,9 +71,7 @@ def with_evaluations_of(train: TrainConfig, plan: DataPlan) -> TrainConfig:
 
 
 def orders_of(plan: DataPlan) -> dict[str, dict[str, str]]:
-    """Return field -> source -> the values that the order of its sequences depends on, if the length of the run changes
-    the order.
-    """
+    """Return field -> source -> the values that the order of its sequences depends on, with the run's length."""
     if plan.shuffle == "epoch":
         return {}
     return {

@@ -103,16 +103,7 @@ def optional_parts(
     teachers: "Sequence[TeacherSource | None]",
     texts: "TextSource | None",
 ) -> OptionalParts:
-    """Collective over the world: load the parts of a step that the config asks for; of the others nothing is imported.
-
-    Args:
-        config: the run's config.
-        run: the open run.
-        logprobs: the pass over the policy's modules.
-        routes: routing of the policy's passes.
-        teachers: from `sources_of_teachers`.
-        texts: the texts of `rl.ptx`; None without them.
-    """
+    """Collective over the world: load the parts of a step that the config asks for; others are not imported."""
     parts, updates_per_rollout = OptionalParts(), config.updates_per_rollout
     if config.replay.split_interval is not None:
         from mcore_rl.rl.step.routing_split import RoutingSplits
@@ -147,9 +138,7 @@ def optional_parts(
 
 
 def try_reward_of(rl: RlConfig, prompts: Prompts) -> tuple[FailedPart, ...]:
-    """Try the reward and the environment on real prompts, before a model costs time. Raises TrainingError if a part
-    always fails.
-    """
+    """Try reward and environment on real prompts, before a model is made; raises TrainingError if one always fails."""
     tried = prompts.train.take(0, TRIED_AT_START)
     failed: tuple[FailedPart, ...] = ()
     if rl.environment.name is not None:
@@ -233,12 +222,11 @@ def warnings_of(config: RlRunConfig) -> Iterator[str]:
 
 
 def sources_of_teachers(config: RlRunConfig, prompts: Prompts) -> "list[TeacherSource | None]":
-    """Return the models in `rl.distill`, after all checks that need no weights; None stands for an earlier version of
-    the policy.
+    """Return the models in `rl.distill`, after all checks that need no weights; None is an earlier version of the
+    policy.
 
-    Raises:
-        ConfigError: if a checkpoint is not a language model with the policy's vocabulary, or does not fit the mesh.
-        DataError: if it was trained with another tokenizer, or a prompt names a missing teacher.
+    Raises ConfigError if a checkpoint is not a language model with the policy's vocabulary, or does not fit the mesh;
+    DataError if its tokenizer is another, or a prompt names a missing teacher.
     """
     distill = config.rl.distill
     if distill.paths:

@@ -82,11 +82,7 @@ def load_prompts(config: RlRunConfig) -> Prompts:
 
 
 def make_flow(rollouts: Rollouts, progress: Progress, steps: int) -> "GroupFlow":
-    """Return the flow of groups for the rollout batches until step `steps`.
-
-    Raises:
-        ConfigError: if the engine does not support it.
-    """
+    """Return the flow of groups until step `steps`; raises ConfigError if the engine does not support it."""
     from mcore_rl.rl.rollouts.flow import GroupFlow
 
     engine, rollout, updates = asking(rollouts.engine), rollouts.rl.rollout, rollouts.updates_per_rollout
