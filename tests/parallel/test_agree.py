@@ -11,7 +11,8 @@ import random
 import signal
 import time
 from collections import Counter
-from contextlib import redirect_stderr
+from collections.abc import Iterator
+from contextlib import redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,26 +93,32 @@ def policies_of_threads() -> dict[str, set[int]]:
     """On a rank with a mesh: how the kernel schedules the threads of each name."""
     build_mesh(MeshConfig(tp=2))
     policies: dict[str, set[int]] = {}
-    for task in Path("/proc/self/task").iterdir():
-        name = (task / "comm").read_text().strip()
-        policies.setdefault(name, set()).add(os.sched_getscheduler(int(task.name)))
+    for number, name in _threads():
+        with suppress(ProcessLookupError):
+            policies.setdefault(name, set()).add(os.sched_getscheduler(number))
     return policies
 
 
 def threads_of_meshes() -> list[Counter[str]]:
     """On a rank: threads by name with a mesh, when it is gone, and when three are."""
     build_mesh(MeshConfig(tp=2))
-    counts = [_threads()]
+    counts = [_gloo_threads()]
     for _ in range(3):
         destroy_mesh()
-        counts.append(_threads())
+        counts.append(_gloo_threads())
         build_mesh(MeshConfig(tp=2))
     return [counts[0], counts[1], counts[3]]
 
 
-def _threads() -> Counter[str]:
-    names = (path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
-    return Counter(name for name in names if "gloo" in name)
+def _threads() -> Iterator[tuple[int, str]]:
+    """Number and name of each thread of this process, but those that end meanwhile."""
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):
+            yield int(task.name), (task / "comm").read_text().strip()
+
+
+def _gloo_threads() -> Counter[str]:
+    return Counter(name for _, name in _threads() if "gloo" in name)
 
 
 def steps_until_stopped(file: Path, signals: dict[int, tuple[int, int]]) -> tuple[int, str]:

@@ -81,7 +81,7 @@ class Engine(Protocol):
         """Version (optimizer step) of the weights in use, which every completion records."""
 
     def decode(self, tokens_T: Sequence[int], /) -> str:
-        """Return the text of tokens; that of a part of them need not be a part of their text (data/growing_text.py)."""
+        """Return the text of tokens; that of a part of them need not be a part of their text (data/answer_ends.py)."""
 
     def update_weights(self, policy_version: int) -> None:
         """Collective over the engine's ranks: switch to the policy's current weights."""
