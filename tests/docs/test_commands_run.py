@@ -22,7 +22,7 @@ from tests.documented import PAGES, ROOT, Command, commands
 from tests.tokenizer_files import write_tokenizer
 
 GROUPS = (
-    ("README.md", "docs/first_run.md"),
+    ("README.md", "docs/README.md", "docs/install.md", "docs/first_run.md"),
     ("docs/from_one_gpu_to_a_cluster.md", "docs/meshes.md"),
     ("docs/concepts.md", "docs/replay.md", "docs/report.md", "docs/extending.md", "docs/logging.md"),
     ("docs/models.md", "docs/real_model.md"),
