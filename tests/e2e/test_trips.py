@@ -52,6 +52,7 @@ STEP = {
     "megatron/patches/standins.py": "a CPU in the place of a GPU, and an Adam in that of apex's",
     # Metrics.
     "planning/flops.py": "FLOPs of the step",
+    "train/offload.py": "the reference's weights are copied in, and the policy's back",
     "metrics/performance.py": "seconds of each phase, tokens per second, MFU, memory",
     "metrics/metrics.py": "a metric and its reduction",
     "metrics/sinks.py": "the log",
