@@ -1,4 +1,4 @@
-"""What plans cost one rank of a large world, without the rest of it: 64 layers of 256 experts.
+"""Measure the cost of plans on one rank of a large world, without the rest of it: 64 layers of 256 experts.
 
     python -m bench.scale --worlds 64 1024 4096
 

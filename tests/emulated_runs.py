@@ -75,7 +75,7 @@ def megatron_flags() -> dict[str, Any]:
 
 
 def precision(run_dir: str) -> str:
-    """What a run with precision "auto" computes in; before it is returned, its log is printed."""
+    """The precision of a run with precision "auto"; its log is printed before."""
     run = platform.decided(PretrainConfig(run_dir=run_dir, model=TINY["llama"]))
     started = platform.start(run.platform)
     with open_run(run, started):

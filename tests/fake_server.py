@@ -168,7 +168,7 @@ class FakeServer:
     is_half_filled: bool = False
     """Whether a failed update has left modules of vLLM with a part of their weights: what comes next is wrong."""
     misuses: list[str] = field(default_factory=list)
-    """What the real server swallows, dies of or does not know."""
+    """Calls that the real server swallows, dies of or does not know."""
     may_be_misused: bool = False
 
     def __enter__(self) -> "FakeServer":

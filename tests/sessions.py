@@ -68,7 +68,7 @@ def user(text: str) -> Json:
 
 
 def echo(run: Run, turns: int = 3) -> float:
-    """What `conversing.Echo` does: the length and the beginning of each turn, which is worth half its number."""
+    """Do as `conversing.Echo`: return the length and the beginning of each turn, which is worth half its number."""
     client, messages, reward = Client(run), [user(run.problem.prompt)], 0.0
     for n in range(turns):
         text = client.text(messages)

@@ -111,7 +111,7 @@ def test_fields_and_defaults_of_sglangs_calls_are_those_of_its_classes() -> None
 
 
 def test_fields_and_defaults_of_vllms_calls_are_those_of_its_functions() -> None:
-    """Of calls with a query; the bodies of the others are read by name."""
+    """Calls with a query have these; the bodies of the others are read by name."""
     folder = source_of("vllm")
     routes = routes_in(folder / ROUTES["vllm"])
     text = "".join(file.read_text() for file in (folder / "entrypoints").rglob("*.py"))

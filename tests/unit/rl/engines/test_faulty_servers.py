@@ -296,7 +296,7 @@ LAWS: dict[str, tuple[str, set[str], list[tuple[str, dict[str, Any]]], object]] 
 
 @pytest.mark.parametrize("name", LAWS)
 def test_the_fake_server_is_never_kinder_than_the_real_one(name: str) -> None:
-    """What the real servers' sources say of sequences of calls; each is refused by the last one."""
+    """Each sequence of calls is refused at its last call, as the real servers' sources say."""
     kind, state, steps, wanted = LAWS[name]
     with FakeServer(kind=kind, state=set(state), may_be_misused=True) as server:
         server.num_open = int("computing" in state)

@@ -77,7 +77,7 @@ def test_a_linear_agent_makes_the_samples_of_the_same_task_as_an_environment(
 def test_recorded_logprobs_and_routes_are_those_of_each_segment_alone(
     theirs: Oracle, chunks: list[nn.Module], engine: MegatronEngine, folder: Path, one_rank: Mesh
 ) -> None:
-    """Of agents that compact and edit their history, ask in parallel, and draw several answers."""
+    """The agents compact and edit their history, ask in parallel, and draw several answers."""
     config = agent_config(theirs.ours, "forking", max_tokens=400)
     groups = run_sessions(config, engine, folder, one_rank, SIX[:3], with_routes=True)
     pairs = [(group.prompt, one) for group in groups for one in group.completions]
@@ -242,7 +242,7 @@ def turn_of(tokens_T: tuple[int, ...]) -> Completion:
 
 @pytest.mark.parametrize(("multiple", "wanted"), [(1, 17), (8, 10)])
 def test_the_room_of_a_call_is_what_other_branches_leave(multiple: int, wanted: int) -> None:
-    """Of 30 tokens one branch has 9, and the request extends another, which ends at 4 of its tokens."""
+    """A branch has 9 of the 30 tokens, and the request extends another branch, which ends at 4 of its tokens."""
     session = session_of(32 if multiple == 8 else 30, multiple)
     for prompt_T, tokens_T in (((1, 2), (3, 4)), ((5, 5, 5, 5), (6, 6, 6, 6, 6))):
         session.calls.append(Call(prompt_T=prompt_T, completion=turn_of(tokens_T), text=""))
