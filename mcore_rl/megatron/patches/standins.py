@@ -5,7 +5,9 @@ norm.
 import contextlib
 import functools
 import inspect
+import mmap
 import os
+import resource
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -164,7 +166,11 @@ def on_one_device(gloo: Any) -> Any:
 
 
 def _try_threads(number: int) -> None:
-    # RuntimeError where this process gets no more threads: gloo's constructor would hang there for ever.
+    # OSError or RuntimeError where this process gets no more threads: gloo's constructor would hang there for ever, and
+    # so would Python's start of a thread that gets its stack and nothing beyond it.
+    stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    room = number * (stack if stack != resource.RLIM_INFINITY else 8 << 20) + (16 << 20)
+    mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
     ended = threading.Event()
     threads = [threading.Thread(target=ended.wait, daemon=True) for _ in range(number)]
     try:
