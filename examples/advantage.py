@@ -5,12 +5,13 @@ from torch import Tensor
 from mcore_rl.config.rl.loss import OwnAdvantage
 
 
-def median_centered(rewards_PG: Tensor, config: OwnAdvantage) -> Tensor:
+def median_centered(rewards_PG: Tensor, config: OwnAdvantage, parts_PGK: Tensor) -> Tensor:
     """Subtract each prompt's median reward and divide by the mean distance from it, which outliers change little.
 
     Args:
         rewards_PG: Rewards `[prompts, group]`, float64; groups of equal rewards are set to zero by the caller.
         config: The fields of `rl.advantage`.
+        parts_PGK: Unweighted parts of the rewards, `[prompts, group, parts]`, which this function does not use.
 
     Returns:
         Advantages of the same shape.

@@ -146,6 +146,11 @@ def _advantage(rl: RlConfig) -> Iterator[str]:
             'rl.loss.kl_in="reward" with rl.advantage.kind="steps": a KL summed over a completion is of no step. '
             'Set kl_in="loss".'
         )
+    if advantage.kind == "gdpo" and loss.has_kl_in_reward:
+        yield (
+            'rl.loss.kl_in="reward" with rl.advantage.kind="gdpo": a KL is none of the reward\'s parts, which are '
+            'compared one by one. Set kl_in="loss".'
+        )
     if isinstance(advantage, GaeAdvantage):
         cause = f"rl.advantage.gae_lambda={advantage.gae_lambda}"
         yield from unused("rl.advantage", advantage, (advantage.gae_lambda != "length", "length_alpha", cause))
@@ -159,10 +164,8 @@ def _advantage(rl: RlConfig) -> Iterator[str]:
 def _loss(rl: RlConfig) -> Iterator[str]:
     loss = rl.loss
     if isinstance(loss, Clipped) and loss.clip.low >= 1 and loss.kind != "cispo":
-        yield (
-            f"rl.loss.clip_low={loss.clip_low}: no ratio is below 1 - {loss.clip_low}, so nothing is clipped. "
-            "Set it below 1."
-        )
+        falls = "probability falls by" if loss.kind == "dppo_tv" else "ratio is below 1 -"
+        yield f"rl.loss.clip_low={loss.clip_low}: no {falls} {loss.clip_low}, so nothing is clipped. Set it below 1."
     if isinstance(loss, DualClipped) and loss.dual_clip and loss.dual_clip <= 1 + loss.clip.high:
         yield (
             f"rl.loss.dual_clip={loss.dual_clip} is not above the upper clip 1 + {loss.clip.high}: it would "
@@ -225,8 +228,15 @@ def _kl(loss: AnyLoss) -> Iterator[str]:
         loss,
         (loss.kl_target is None, "kl_horizon", 'rl.loss.kl_target="none"'),
         (not loss.kl_coeff, "kl_target", "rl.loss.kl_coeff=0, which no factor changes (1909.08593 begins at 0.2)"),
-        (not loss.kl_coeff, "reference_refresh_rollouts reference_store", no_reference),
+        (not loss.kl_coeff, "kl_to reference_refresh_rollouts reference_store", no_reference),
+        (
+            loss.kl_to == "old",
+            "kl_target reference_refresh_rollouts reference_store",
+            'rl.loss.kl_to="old", the policy that sampled, from which every rollout batch starts anew',
+        ),
     )
+    if loss.has_kl_in_reward and loss.kl_to == "old":
+        yield 'rl.loss.kl_to="old" with kl_in="reward", where the old policy is its own KL: 0. Set kl_in="loss".'
     if loss.kl_coeff and loss.kl_in == "loss" and loss.kl_estimator == "k1" and loss.kl_gradient == "estimator":
         yield (
             'rl.loss.kl_estimator="k1" in the loss with its own gradient, whose mean is 0: it pulls nowhere and '

@@ -184,7 +184,7 @@ def _models_of_rl(config: RlRunConfig, trained: ModelOnRanks) -> tuple[ModelOnRa
     # Swapped models are the policy's size, with adapters where the policy has them.
     frozen = replace(trained, optim=None, is_swapped=True)
     models = [policy]
-    if rl.loss.kl_coeff:
+    if rl.loss.has_reference:
         models.append(replace(frozen, name="reference", store=rl.loss.reference_store))
     scored = config.model.scored
     if config.critic is not None:
@@ -211,7 +211,7 @@ def _rollouts(config: RlRunConfig) -> Rollouts:
         updates=config.updates_per_rollout,
         epochs=rl.update.epochs,
         critic_epochs=0 if config.critic is None else config.critic_epochs,
-        scoring_passes=has_old_logprobs + bool(rl.loss.kl_coeff) + (config.critic is not None),
+        scoring_passes=has_old_logprobs + rl.loss.has_reference + (config.critic is not None),
         routes_per_token=(has_old_logprobs and replay.kind != "r3") + config.wants_engine_routes,
         keeps_router_scores=rl.loss.uses_router_shift,
         route_store=replay.store,

@@ -117,7 +117,7 @@ def optional_parts(
             is_ahead=bool(config.rl.rollout.max_staleness),
         )
         parts = replace(parts, splits=splits)
-    if config.rl.loss.kl_coeff:
+    if config.rl.loss.has_reference:
         from mcore_rl.rl.models.reference import load_reference
 
         reference = load_reference(config.rl.loss, config.replay, run, logprobs, routes, updates_per_rollout)
@@ -212,7 +212,7 @@ def warnings_of(config: RlRunConfig) -> Iterator[str]:
             'rollout/mismatch_kl_nats). Set rl.loss.importance_sampling to correct for it, or rl.engine.kind="native", '
             "which chooses as the trainer does."
         )
-    has_token_ratio = config.rl.loss.kind in ("grpo", "ppo", "cispo")
+    has_token_ratio = config.rl.loss.kind in ("grpo", "ppo", "cispo", "dppo_tv", "sapo")
     if config.model.is_moe and has_token_ratio and config.replay.kind == "none":
         yield (
             f'warning: rl.loss.kind="{config.rl.loss.kind}" on a mixture of experts without routing replay: after an '

@@ -318,6 +318,9 @@ class Rollout:
     """Metrics of all replicas."""
     steps_PGI: Sequence[Sequence[Sequence[StepReward]]] = ()
     """Rewards of the steps of each completion; empty unless rl.advantage rewards steps."""
+    parts_PGK: Tensor | None = None
+    """Unweighted parts of the rewards, float64, the length penalty last, NaN where one failed or does not apply; None
+    unless rl.advantage compares them."""
     truncation_warning: str | None = None
     """Likely reason why all completions are truncated; None if some are not."""
     signal: Signal | None = None
@@ -383,5 +386,7 @@ class GroupSummary:
     """Whether each completion is correct; None if the deciding score failed, or no part decides."""
     steps_GI: Sequence[Sequence[StepReward]] = ()
     """Rewards of the steps of each completion; empty unless rl.advantage rewards steps."""
+    parts_GK: Sequence[Sequence[float]] = ()
+    """Unweighted parts of each completion's reward; empty unless rl.advantage compares them."""
     teacher: int = 0
     """Index of the prompt's teacher in `rl.distill.paths`."""

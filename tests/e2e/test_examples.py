@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import tensor
 from examples.advantage import median_centered
 from examples.environment import Retry
 from examples.family import BiasedQwen3Moe
-from examples.loss import soft_clipped
+from examples.loss import vespo
 from examples.reward import brevity
 from examples.task import count_ones
 from mcore_rl.api import is_done, read_metrics
@@ -52,8 +53,8 @@ def test_brevity_falls_from_1_at_the_reference_to_0_at_four_times_its_length() -
     assert reward("ab", is_truncated=True) == 0.0
 
 
-def test_the_soft_clip_has_the_gradient_of_grpo_at_ratio_1_and_less_elsewhere() -> None:
-    logprobs_T = tensor([0.0, 1.0, -1.0], requires_grad=True)
+def test_the_example_of_a_loss_weighs_gradients_as_vespo_does() -> None:
+    logprobs_T = tensor([-0.2, -0.3, -0.1], requires_grad=True)
     tokens = PolicyTokens(
         logprobs_T=logprobs_T,
         entropy_T=torch.zeros(3),
@@ -66,19 +67,22 @@ def test_the_soft_clip_has_the_gradient_of_grpo_at_ratio_1_and_less_elsewhere() 
         sequence_T=torch.zeros(3, dtype=torch.long),
         lengths_N=tensor([3]),
     )
-    loss = soft_clipped(tokens, loss_config(), Axis(None, 0, 1))  # type: ignore[arg-type]
+    loss = vespo(tokens, loss_config(), Axis(None, 0, 1))  # type: ignore[arg-type]
     loss.loss_T.sum().backward()
     assert logprobs_T.grad is not None
-    assert logprobs_T.grad[0] == -2.0
-    grpo_T = -2.0 * logprobs_T.exp()
-    assert (logprobs_T.grad[1:].abs() < grpo_T[1:].abs()).all()
+    # The paper's weight of A grad log p, with the ratio of the whole sequence: (2, 3) as all advantages are positive.
+    ratio = math.exp(float((tokens.logprobs_T - tokens.old_logprobs_T).detach().sum()))
+    gate = ratio**2 * math.exp(3 * (1 - ratio))
+    torch.testing.assert_close(logprobs_T.grad, -gate * tokens.advantages_T, rtol=1e-6, atol=0)
     assert not loss.clipped_low_T.any() and not loss.clipped_high_T.any()
 
 
 def test_the_median_is_the_zero_of_the_advantages() -> None:
     rewards_PG = tensor([[0.0, 1.0, 5.0], [0.0, 0.0, 3.0]], dtype=torch.float64)
     wanted_PG = tensor([[-0.6, 0.0, 2.4], [0.0, 0.0, 3.0]], dtype=torch.float64)
-    torch.testing.assert_close(median_centered(rewards_PG, advantage_config(eps=0.0)), wanted_PG)
+    torch.testing.assert_close(
+        median_centered(rewards_PG, advantage_config(eps=0.0), rewards_PG[:, :, None]), wanted_PG
+    )
 
 
 def test_ones_are_counted() -> None:
@@ -115,7 +119,7 @@ def test_an_rl_run_uses_and_records_all_of_them(
         "rl.environment.name": "examples.environment:Retry",
         "rl.environment.max_tokens": "48",
         "rl.advantage.kind": "examples.advantage:median_centered",
-        "rl.loss.kind": "examples.loss:soft_clipped",
+        "rl.loss.kind": "examples.loss:vespo",
     }
     words = [f"{key}={value}" for key, value in fields.items()]
     finished = mcore_rl("rl", rl_file, *ALONE, "train.steps=4", *words)

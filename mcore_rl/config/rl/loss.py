@@ -122,9 +122,11 @@ class AdvantageConfig(Section):
     of its prompt's completions, of the steps that end there or later (2402.03300, process supervision); a reward that
     is a plain number is a single step at the end; `gae`: for each token, by the values of a critic (PPO, 1506.02438);
     `reinforce_plus_plus`: the discounted sum of a token's and later rewards, normalised over the world (2501.03262);
-    `reinforce_plus_plus_baseline`: the same for r - mean; `module:name`: a function of your own (rewards `[prompts,
-    group]`, this section -> advantages of the same shape). `gae`, `reinforce_plus_plus`, `remax` and `zero` compare
-    nothing within a group: rl.rollout.group_size may be 1."""
+    `reinforce_plus_plus_baseline`: the same for r - mean; `gdpo`: each part of the reward as z-scores of its group,
+    summed with `rl.reward.weights` and normalised over the rollout batch, so that no part drowns another (2601.05242);
+    `module:name`: a function of your own (rewards `[prompts, group]`, this section, the rewards' unweighted parts
+    `[prompts, group, parts]` -> advantages `[prompts, group]`). `gae`, `reinforce_plus_plus`, `remax` and `zero`
+    compare nothing within a group: rl.rollout.group_size may be 1."""
 
     @cached_property
     def compares_group(self) -> bool:
@@ -140,6 +142,11 @@ class AdvantageConfig(Section):
     def uses_steps(self) -> bool:
         """Whether the steps of a completion are rewarded instead of the whole."""
         return self.kind == "steps"
+
+    @cached_property
+    def uses_parts(self) -> bool:
+        """Whether the parts of a reward are compared, beside or instead of their sum."""
+        return self.kind == "gdpo" or isinstance(self, OwnAdvantage)
 
 
 class PlainAdvantage(AdvantageConfig):
@@ -162,6 +169,12 @@ class ZscoreAdvantage(DividedAdvantage):
     """Z-scores of rewards, or of the rewards of steps."""
 
     kind: Literal["zscore", "leave_one_out_zscore", "steps"] = "zscore"
+
+
+class DecoupledAdvantage(DividedAdvantage):
+    """Sums of the z-scores of a reward's parts."""
+
+    kind: Literal["gdpo"] = "gdpo"
 
 
 class OwnAdvantage(DividedAdvantage):
@@ -218,7 +231,15 @@ class GaeAdvantage(SteppedAdvantage):
     critic: CriticConfig = CriticConfig()
 
 
-AnyAdvantage = ZscoreAdvantage | PlainAdvantage | GaeAdvantage | ReturnAdvantage | BaselineAdvantage | OwnAdvantage
+AnyAdvantage = (
+    ZscoreAdvantage
+    | PlainAdvantage
+    | GaeAdvantage
+    | ReturnAdvantage
+    | BaselineAdvantage
+    | DecoupledAdvantage
+    | OwnAdvantage
+)
 
 
 Aggregation = Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"]
@@ -244,13 +265,17 @@ class LossConfig(Section):
 
     kind: str
     """Loss; grpo (arXiv 2402.03300), ppo (1707.06347: the same per token, with a mean over all tokens), gspo and
-    gspo_token (2507.18071), rspo (2510.23027), kimi_k2 (2501.12599, 2507.20534), cispo (2506.13585); `module:name`: a
-    function of your own (rl.objectives.policy_tokens.PolicyTokens, this section, context-parallel axis ->
-    TokenLoss)."""
+    gspo_token (2507.18071), rspo (2510.23027), kimi_k2 (2501.12599, 2507.20534), cispo (2506.13585), dppo_tv
+    (2602.04879), sapo (2511.20347); `module:name`: a function of your own (mcore_rl.rl.step.losses.PolicyTokens, this
+    section, context-parallel axis -> TokenLoss)."""
     mask_truncated: bool = False
     """Do not train on truncated completions; their rewards still count in their group."""
     kl_coeff: NonNegativeFloat = 0.0
     """Coefficient of the KL divergence to the reference policy (2402.03300: 0.04); at 0 there is no reference."""
+    kl_to: Literal["reference", "old"] = "reference"
+    """Other policy of that KL; `reference`: the policy as it was at the start, or later with
+    `reference_refresh_rollouts`; `old`: the policy that sampled the completions, which needs no second set of weights.
+    With `kl_estimator="k2"` and twice its tau that is Kimi K2.5's term tau (log r)^2 (2602.02276)."""
     kl_target: PositiveFloat | None = None
     """Target for the KL of a completion to the reference, in nats summed over its tokens. After each rollout batch
     `kl_coeff` is multiplied by e^(clip(KL / kl_target - 1, -0.2, 0.2) x completions / kl_horizon), which for small
@@ -277,6 +302,11 @@ class LossConfig(Section):
     """Coefficient of the entropy bonus, the mean entropy of the next token over the whole vocabulary."""
     logprob_chunk_tokens: PositiveInt = 1024
     """Number of tokens with fp32 logits at a time; for deferred logits, `platform.logits_chunk_tokens` applies."""
+
+    @cached_property
+    def has_reference(self) -> bool:
+        """Whether a reference policy's logprobs are needed."""
+        return bool(self.kl_coeff) and self.kl_to == "reference"
 
     @cached_property
     def has_kl_in_reward(self) -> bool:
@@ -335,9 +365,11 @@ class Clipped(LossConfig):
     """A loss with clipped ratios."""
 
     clip_low: PositiveFloat = 0.2
-    """Ratios are clipped from below at 1 - clip_low; the default is the paper's."""
+    """Ratios are clipped from below at 1 - clip_low; the default is the paper's. `dppo_tv`: a token has no gradient
+    where its probability fell by more than this, as its advantage asks."""
     clip_high: PositiveFloat = 0.2
-    """Ratios are clipped from above at 1 + clip_high; the default is the paper's."""
+    """Ratios are clipped from above at 1 + clip_high; the default is the paper's. `dppo_tv`: a token has no gradient
+    where its probability rose by more than this, as its advantage asks."""
 
     @cached_property
     def clip(self) -> Clip:
@@ -364,6 +396,10 @@ class Corrected(LossConfig):
     """Lower end of the masks of `importance_sampling`."""
     importance_sampling_high: PositiveFloat = 2.0
     """Cap of truncated importance sampling (TIS), or the upper end of the masks of `importance_sampling`."""
+    off_policy_mask: PositiveFloat | None = None
+    """Leave tokens with a negative advantage out of the loss if the mean of log(engine's probability / policy's) over
+    their completion is larger (DeepSeek-V3.2's off-policy sequence mask, 2512.02556; slime's delta is 1e-4). They still
+    count in the mean; `none`: no mask."""
 
     @cached_property
     def correction(self) -> Correction | None:
@@ -445,10 +481,30 @@ class CispoLoss(Corrected, Aggregated, Clipped):
     aggregation: Aggregation = "token_mean"
 
 
+class DppoTvLoss(Corrected, Aggregated, Clipped):
+    """Ratios of tokens without a clip, where the change of a probability decides instead (binary total variation)."""
+
+    kind: Literal["dppo_tv"] = "dppo_tv"
+    ratio_limit: PositiveFloat = 20.0
+    """Ratios above count as this weight of the token's gradient."""
+
+
+class SapoLoss(Corrected, Aggregated):
+    """Soft gates on ratios of tokens in place of clips."""
+
+    kind: Literal["sapo"] = "sapo"
+    tau_positive: PositiveFloat = 1.0
+    """Temperature of the gate where the advantage is positive: the larger, the sooner a ratio off 1 loses weight."""
+    tau_negative: PositiveFloat = 1.05
+    """Temperature of the gate elsewhere."""
+
+
 class OwnLoss(Shifted, Corrected, Aggregated, DualClipped):
     """A user-defined function, which may read any field except `tau`."""
 
     kind: Extension
 
 
-AnyLoss = GrpoLoss | PpoLoss | GspoLoss | GspoTokenLoss | RspoLoss | KimiK2Loss | CispoLoss | OwnLoss
+AnyLoss = (
+    GrpoLoss | PpoLoss | GspoLoss | GspoTokenLoss | RspoLoss | KimiK2Loss | CispoLoss | DppoTvLoss | SapoLoss | OwnLoss
+)

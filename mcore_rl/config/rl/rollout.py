@@ -226,6 +226,11 @@ class RewardConfig(Section):
         return dict(zip(self.parts, weights, strict=True))
 
     @cached_property
+    def part_weights(self) -> tuple[float, ...]:
+        """Weights of the parts, in order, and of the length penalty if there is one."""
+        return (*self.weight_of.values(), *([1.0] if self.overlong_buffer_tokens else []))
+
+    @cached_property
     def environment_weight(self) -> float:
         """Weight of the part `environment`; 0 without it."""
         return self.weight_of.get(ENVIRONMENT_PART, 0.0)

@@ -291,8 +291,8 @@ def load_reference(
     routes: PolicyRoutes,
     updates_per_rollout: int,
 ) -> ReferencePass | None:
-    """Collective over the world: return the run's reference policy, at step 0 the policy; None without KL."""
-    if not loss.kl_coeff:
+    """Collective over the world: return the run's reference policy, at step 0 the policy; None without a KL to it."""
+    if not loss.has_reference:
         return None
     reference = earlier_policy(run, "reference", "reference policy", loss.reference_store)
     return ReferencePass(reference, loss, replay, logprobs, routes, run.state, updates_per_rollout=updates_per_rollout)

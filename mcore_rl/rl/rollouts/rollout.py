@@ -164,6 +164,9 @@ class Rollouts:
             num_prompts=chosen[-1].index + 1 if len(chosen) == num_groups else len(summaries),
             metrics=metrics,
             steps_PGI=[summary.steps_GI for summary in chosen if summary.steps_GI],
+            parts_PGK=torch.tensor([summary.parts_GK for summary in chosen], dtype=torch.float64)
+            if self.rl.advantage.uses_parts
+            else None,
             truncation_warning=self.truncation_warning(groups, summaries),
             signal=signal_of(scores_PG, [is_correct for summary in summaries for is_correct in summary.correct_G]),
             baseline_P=baseline_P,
@@ -300,6 +303,7 @@ class Rollouts:
         ]
         rewards_PG = scores.rewards_PG.tolist()
         has_steps, distill = self.rl.advantage.uses_steps, self.rl.distill
+        parts_PGK = torch.stack(list(scores.parts.values()), dim=2).tolist() if self.rl.advantage.uses_parts else ()
         version = self.engine.policy_version
         return [
             GroupSummary(
@@ -322,6 +326,7 @@ class Rollouts:
                 ]
                 if has_steps
                 else (),
+                parts_GK=parts_PGK[p] if parts_PGK else (),
                 # Prompts without a teacher are refused at the start.
                 teacher=(distill.index_of(group.prompt.problem.fields.get(distill.tag_field)) or 0)
                 if distill.teachers

@@ -1,6 +1,7 @@
 """Advantages from rewards: how much better a completion is than other completions of the same prompt."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -12,11 +13,11 @@ from mcore_rl.rl.rewards.score import Moments
 from mcore_rl.rl.rollouts.signal import constant_groups
 from mcore_rl.rl.types import StepReward
 
-Estimate = Callable[[Tensor], Tensor]
-"""Function from rewards `[P, G]`, float64, to advantages of the same shape."""
+Estimate = Callable[..., Tensor]
+"""Function from rewards `[P, G]`, float64, and their parts `[P, G, K]` if these are given, to advantages `[P, G]`."""
 
 
-def group_advantages(rewards_PG: Tensor, estimate: Estimate) -> Tensor:
+def group_advantages(rewards_PG: Tensor, estimate: Estimate, parts_PGK: Tensor | None = None) -> Tensor:
     """Return the advantages `[P, G]` from `estimate`, with zeros for groups of equal rewards. A completion with NaN,
     whose scoring failed, gets zero, and the rest of its group the advantages of a group without it.
     """
@@ -29,7 +30,8 @@ def group_advantages(rewards_PG: Tensor, estimate: Estimate) -> Tensor:
         # Rows with the same count form a matrix again, without the completions that have no reward.
         complete_PG = rewards_PG[chosen_PG].view(-1, count)
         # Exact zeros: a mean of equal numbers may differ from them in the last bit, and eps would amplify that.
-        found_PG = estimate(complete_PG).masked_fill(constant_groups(complete_PG)[:, None], 0.0)
+        parts = () if parts_PGK is None else (parts_PGK[chosen_PG].unflatten(0, complete_PG.shape),)
+        found_PG = estimate(complete_PG, *parts).masked_fill(constant_groups(complete_PG)[:, None], 0.0)
         if not found_PG.isfinite().all():
             raise ConfigError(
                 f"rl.advantage returned numbers that are not finite for the rewards {complete_PG.tolist()}. Correct "
@@ -55,6 +57,24 @@ def above_group_mean(rewards_PG: Tensor) -> Tensor:
 def group_zscore(rewards_PG: Tensor, *, ddof: int, eps: float) -> Tensor:
     """Divide `group_centered` by the row's standard deviation + eps (arXiv 2402.03300)."""
     return group_centered(rewards_PG) / (rewards_PG.std(dim=1, correction=ddof, keepdim=True) + eps)
+
+
+def decoupled_advantages(
+    rewards_PG: Tensor, parts_PGK: Tensor, weights_K: Sequence[float], *, ddof: int, eps: float
+) -> Tensor:
+    """Return the advantages `[P, G]` of GDPO (arXiv 2601.05242): the weighted sum of each part's z-scores within its
+    group, minus its mean over all scored completions, divided by its deviation + eps. A part that is equal for the
+    whole group, or NaN, adds 0.
+    """
+    unscored_PG = rewards_PG.isnan()
+    summed_PG = torch.zeros_like(rewards_PG)
+    for part_PG, weight in zip(parts_PGK.unbind(2), weights_K, strict=True):
+        zscores = partial(group_zscore, ddof=ddof, eps=eps)
+        summed_PG += weight * group_advantages(part_PG.masked_fill(unscored_PG, torch.nan), zscores)
+    scored = summed_PG[~unscored_PG]
+    if len(scored) <= ddof or constant_groups(scored[None]).item():
+        return torch.zeros_like(rewards_PG)
+    return ((summed_PG - scored.mean()) / (scored.std(correction=ddof) + eps)).masked_fill(unscored_PG, 0.0)
 
 
 def leave_one_out(rewards_PG: Tensor) -> Tensor:
@@ -105,7 +125,13 @@ def step_advantages(
 
 
 def kl_penalised_advantages(
-    rewards_PG: Tensor, kl_sums_PG: Tensor, estimate: Estimate, *, coeff: float, spares_equal_others: bool
+    rewards_PG: Tensor,
+    kl_sums_PG: Tensor,
+    estimate: Estimate,
+    *,
+    coeff: float,
+    spares_equal_others: bool,
+    parts_PGK: Tensor | None = None,
 ) -> Tensor:
     """Return the advantages `[P, G]` of the rewards minus `coeff` times each completion's summed KL to the reference.
 
@@ -114,7 +140,7 @@ def kl_penalised_advantages(
     where the prompt's other rewards are all equal before the KL.
     """
     penalised_PG = rewards_PG - coeff * kl_sums_PG
-    advantages_PG = group_advantages(penalised_PG, estimate)
+    advantages_PG = group_advantages(penalised_PG, estimate, parts_PGK)
     if spares_equal_others:
         undivided_PG = group_advantages(penalised_PG, leave_one_out)
         advantages_PG = undivided_PG.where(others_are_equal(rewards_PG), advantages_PG)

@@ -155,7 +155,13 @@ class Learner:
         self._logprobs = logprobs
         mesh = state.mesh
         self._objective = policy_objective(config.rl.loss, config.rl.distill)
-        self.advantages = estimator_of(config.rl.advantage, self.parts.reward_kl, mesh, state.platform.device)
+        self.advantages = estimator_of(
+            config.rl.advantage,
+            self.parts.reward_kl,
+            mesh,
+            state.platform.device,
+            part_weights=config.rl.reward.part_weights,
+        )
         self._limits = PackingLimits(
             max_tokens=config.packed_length,
             multiple=lcm(config.packed_multiple, LENGTH_MULTIPLE if state.platform.is_cuda else CPU_LENGTH_MULTIPLE),

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import exp
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -176,8 +176,9 @@ axis, in the forward pass only."""
 
 
 class KlTerm(NamedTuple):
-    """KL to the reference policy, as a term of the loss."""
+    """KL to the reference policy or the old policy, as a term of the loss."""
 
+    to: Literal["reference", "old"]
     coeff: float
     estimator: str
     gradient: str
@@ -192,6 +193,8 @@ class Objective:
     """Lower bound of the router-shift ratio, by which `token_loss` multiplies ratios. None: it is not used."""
     correction: Correction | None = None
     """Importance-sampling correction of `token_loss` for the rollout-training mismatch. None: no correction."""
+    off_policy_mask: float | None = None
+    """Mean log ratio of engine to policy above which a completion's bad tokens are left out. None: never."""
     kl: KlTerm | None = None
     teacher_coeff: float | None = None
     """Coefficient of the KL to a teacher, at tokens with teacher logprobs. None: no such term."""
@@ -207,12 +210,16 @@ def policy_loss(tokens: PolicyTokens, objective: Objective, cp: Axis) -> PolicyL
     correction_T = None
     if objective.correction is not None:
         correction_T = importance_sampling_weights(tokens, objective.correction, cp)
+    if objective.off_policy_mask is not None:
+        kept_T = off_policy_weights(tokens, objective.off_policy_mask, cp)
+        correction_T = kept_T if correction_T is None else correction_T * kept_T
     loss_T = token_loss.loss_T if correction_T is None else token_loss.loss_T * correction_T
     of_tokens = tokens.total(loss_T * tokens.loss_weights_T)
     if objective.kl is not None:
-        assert tokens.reference_logprobs_T is not None, "rl.loss.kl_coeff needs the reference's logprobs"
-        coeff, estimator, gradient = objective.kl
-        loss_T = loss_T + coeff * kl_penalty(tokens.logprobs_T, tokens.reference_logprobs_T, estimator, gradient)
+        to, coeff, estimator, gradient = objective.kl
+        other_T = tokens.reference_logprobs_T if to == "reference" else tokens.old_logprobs_T
+        assert other_T is not None, "rl.loss.kl_coeff needs the reference's logprobs"
+        loss_T = loss_T + coeff * kl_penalty(tokens.logprobs_T, other_T, estimator, gradient)
     if objective.teacher_coeff is not None and tokens.teacher_logprobs_T is not None:
         teacher_kl_T = tokens.teacher_kl_T
         if teacher_kl_T is None:
@@ -252,6 +259,30 @@ def weighted_logprob(log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tens
     # A token with zero advantage has no gradient for the clip to change.
     has_signal_T = advantages_T != 0
     return TokenLoss(loss_T, (ratio_T < 1 - clip.low) & has_signal_T, (ratio_T > 1 + clip.high) & has_signal_T)
+
+
+def masked_by_probability(
+    logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, clip: Clip, *, ratio_limit: float
+) -> TokenLoss:
+    """Return -min(r, limit) A with the gradient of -sg[min(r, limit)] A log p, and no gradient where the probability
+    moved by more than a bound to the side of the advantage (DPPO with binary total variation, arXiv 2602.04879).
+    """
+    log_ratio_T = log_difference(logprobs_T, old_logprobs_T)
+    weight_T = bounded_exp(log_ratio_T.detach()).clamp(max=ratio_limit)
+    change_T = logprobs_T.detach().exp() - old_logprobs_T.exp()
+    low_T, high_T = (change_T < -clip.low) & (advantages_T < 0), (change_T > clip.high) & (advantages_T > 0)
+    moving_T = log_ratio_T - log_ratio_T.detach()  # zero in value, log p in the gradient
+    return TokenLoss(-weight_T * advantages_T * (1 + moving_T.masked_fill(low_T | high_T, 0.0)), low_T, high_T)
+
+
+def softly_gated(log_ratio_T: Tensor, advantages_T: Tensor, *, tau_positive: float, tau_negative: float) -> TokenLoss:
+    """Return -(4 / tau) sigmoid(tau (r - 1)) A, whose gradient at r = 1 is GRPO's, for any tau (SAPO, arXiv
+    2511.20347); nothing is clipped.
+    """
+    tau_T = torch.full_like(advantages_T, tau_negative).masked_fill(advantages_T > 0, tau_positive)
+    gate_T = 4 / tau_T * torch.sigmoid(tau_T * (bounded_exp(log_ratio_T) - 1))
+    never_T = torch.zeros_like(advantages_T, dtype=torch.bool)
+    return TokenLoss(-gate_T * advantages_T, never_T, never_T)
 
 
 def squared_error(log_ratio_of_sequence_T: Tensor, advantages_T: Tensor, *, tau: float) -> TokenLoss:
@@ -319,6 +350,17 @@ def cispo(tokens: PolicyTokens, cp: Axis, *, clip: Clip) -> TokenLoss:
     return weighted_logprob(tokens.log_ratio_T, tokens.logprobs_T, tokens.advantages_T, clip)
 
 
+def dppo_tv(tokens: PolicyTokens, cp: Axis, *, clip: Clip, ratio_limit: float) -> TokenLoss:
+    """DPPO-TV: unclipped ratios of tokens whose probability has moved little."""
+    old_T = tokens.old_logprobs_T.where(tokens.mask_T, tokens.logprobs_T.detach())
+    return masked_by_probability(tokens.logprobs_T, old_T, tokens.advantages_T, clip, ratio_limit=ratio_limit)
+
+
+def sapo(tokens: PolicyTokens, cp: Axis, *, tau_positive: float, tau_negative: float) -> TokenLoss:
+    """SAPO: ratios of tokens through soft gates."""
+    return softly_gated(tokens.log_ratio_T, tokens.advantages_T, tau_positive=tau_positive, tau_negative=tau_negative)
+
+
 def kl_penalty(logprobs_T: Tensor, reference_T: Tensor, estimator: str, gradient: str) -> Tensor:
     """Return KL(policy || reference) at sampled tokens: the value of `estimator`, with its own or k2's gradient."""
     value_T = kl_estimate(logprobs_T, reference_T, estimator)
@@ -342,6 +384,17 @@ def importance_sampling_weights(tokens: PolicyTokens, correction: Correction, cp
     if correction.kind.endswith("truncate"):
         return weight_T.clamp(max=correction.high)
     return weight_T.where((weight_T >= correction.low) & (weight_T <= correction.high), 0.0)
+
+
+@torch.no_grad()
+def off_policy_weights(tokens: PolicyTokens, limit: float, cp: Axis) -> Tensor:
+    """Collective over `cp`: return 0 for tokens with a negative advantage in a sequence whose mean of log(engine's
+    probability / policy's) is above `limit`, and 1 for all others (arXiv 2512.02556).
+    """
+    assert tokens.rollout_logprobs_T is not None, "rl.loss.off_policy_mask needs the rollout's logprobs"
+    gap_T = log_difference(tokens.rollout_logprobs_T, tokens.logprobs_T).where(tokens.mask_T, 0.0)
+    means_T = anchored_means(gap_T, tokens.sequence_T, tokens.lengths_N, cp)
+    return torch.ones_like(gap_T).masked_fill((means_T > limit) & (tokens.advantages_T < 0), 0.0)
 
 
 def kl_estimate(logprobs_T: Tensor, other_T: Tensor, estimator: str) -> Tensor:

@@ -14,9 +14,12 @@ from mcore_rl.config.rl.loss import (
     AnyAdvantage,
     AnyLoss,
     CispoLoss,
+    Corrected,
+    DecoupledAdvantage,
     DiscountedAdvantage,
     DistillConfig,
     DividedAdvantage,
+    DppoTvLoss,
     GaeAdvantage,
     GrpoLoss,
     GspoLoss,
@@ -26,6 +29,7 @@ from mcore_rl.config.rl.loss import (
     OwnLoss,
     PpoLoss,
     RspoLoss,
+    SapoLoss,
     ZscoreAdvantage,
 )
 from mcore_rl.errors import ConfigError
@@ -36,6 +40,7 @@ from mcore_rl.rl.step.advantages import (
     Estimate,
     above_baseline,
     above_group_mean,
+    decoupled_advantages,
     generalized_advantages,
     group_advantages,
     group_centered,
@@ -56,10 +61,12 @@ from mcore_rl.rl.step.losses import (
     TokenLoss,
     TokenObjective,
     cispo,
+    dppo_tv,
     grpo,
     gspo_token,
     kimi_k2,
     rspo,
+    sapo,
 )
 from mcore_rl.rl.types import Rollout, SampleShape
 
@@ -86,7 +93,8 @@ def policy_objective(loss: AnyLoss, distill: DistillConfig | None = None) -> Obj
         token_loss=_token_loss(loss),
         shift_floor=loss.shift_floor,
         correction=loss.correction,
-        kl=KlTerm(loss.kl_coeff, loss.kl_estimator, loss.kl_gradient) if has_kl else None,
+        off_policy_mask=loss.off_policy_mask if isinstance(loss, Corrected) else None,
+        kl=KlTerm(loss.kl_to, loss.kl_coeff, loss.kl_estimator, loss.kl_gradient) if has_kl else None,
         teacher_coeff=distill.coeff if distill is not None and has_teacher else None,
         entropy_coeff=loss.entropy_coeff,
     )
@@ -104,6 +112,10 @@ def _token_loss(loss: AnyLoss) -> TokenObjective:
             return partial(kimi_k2, tau=loss.tau)
         case CispoLoss():
             return partial(cispo, clip=loss.clip)
+        case DppoTvLoss():
+            return partial(dppo_tv, clip=loss.clip, ratio_limit=loss.ratio_limit)
+        case SapoLoss():
+            return partial(sapo, tau_positive=loss.tau_positive, tau_negative=loss.tau_negative)
         case OwnLoss():
             own = load_extension("rl.loss.kind", loss.kind)
 
@@ -115,7 +127,7 @@ def _token_loss(loss: AnyLoss) -> TokenObjective:
 
 
 def group_estimate(advantage: AnyAdvantage) -> Estimate:
-    """Return the function that maps rewards `[P, G]` of groups to advantages."""
+    """Return the function from rewards `[P, G]`, and for a user's function their parts, to advantages."""
     if isinstance(advantage, OwnAdvantage):
         return partial(_own_advantages, advantage)
     if isinstance(advantage, ZscoreAdvantage):
@@ -130,8 +142,8 @@ def group_estimate(advantage: AnyAdvantage) -> Estimate:
     return plain[advantage.kind]
 
 
-def _own_advantages(advantage: OwnAdvantage, rewards_PG: Tensor) -> Tensor:
-    advantages_PG: Tensor = load_extension("rl.advantage.kind", advantage.kind)(rewards_PG, advantage)
+def _own_advantages(advantage: OwnAdvantage, rewards_PG: Tensor, parts_PGK: Tensor) -> Tensor:
+    advantages_PG: Tensor = load_extension("rl.advantage.kind", advantage.kind)(rewards_PG, advantage, parts_PGK)
     if advantages_PG.shape != rewards_PG.shape:
         raise ConfigError(
             f'rl.advantage.kind="{advantage.kind}" returned shape {tuple(advantages_PG.shape)} for rewards of shape '
@@ -284,12 +296,18 @@ Estimator = Callable[[Rollout, Sequence[Minibatch]], Advantages]
 world."""
 
 
-def estimator_of(advantage: AnyAdvantage, kl: RewardKl | None, mesh: Mesh, device: torch.device) -> Estimator:
-    """Return the estimator for `rl.advantage`; `kl` is the KL penalty on rewards, None without a penalty."""
+def estimator_of(
+    advantage: AnyAdvantage, kl: RewardKl | None, mesh: Mesh, device: torch.device, *, part_weights: Sequence[float]
+) -> Estimator:
+    """Return the estimator for `rl.advantage`; `kl` is the KL penalty on rewards, None without a penalty.
+    `part_weights` are the weights of `Rollout.parts_PGK`.
+    """
     if isinstance(advantage, DiscountedAdvantage):
         return partial(token_advantages, advantage, kl, mesh=mesh, device=device)
     if isinstance(advantage, DividedAdvantage) and advantage.kind == "steps":
         return partial(_of_steps, advantage)
+    if isinstance(advantage, DecoupledAdvantage):
+        return partial(_of_parts, advantage, part_weights)
     spares = advantage.kind == "leave_one_out_zscore"
     return partial(_of_completions, group_estimate(advantage), kl, spares_equal_others=spares)
 
@@ -306,6 +324,16 @@ def _of_steps(advantage: DividedAdvantage, rollout: Rollout, minibatches: Sequen
     return Advantages(of_samples=by_sample)
 
 
+def _of_parts(
+    advantage: DecoupledAdvantage, weights_K: Sequence[float], rollout: Rollout, minibatches: Sequence[Minibatch]
+) -> Advantages:
+    assert rollout.parts_PGK is not None
+    advantages_PG = decoupled_advantages(
+        rollout.rewards_PG, rollout.parts_PGK, weights_K, ddof=advantage.ddof, eps=advantage.eps
+    )
+    return _of_whole(advantages_PG, rollout, minibatches)
+
+
 def _of_completions(
     estimate: Estimate,
     kl: RewardKl | None,
@@ -314,8 +342,7 @@ def _of_completions(
     *,
     spares_equal_others: bool,
 ) -> Advantages:
-    """Return advantages that are equal for all tokens of a completion."""
-    rewards_PG = rollout.rewards_PG
+    rewards_PG, parts_PGK = rollout.rewards_PG, rollout.parts_PGK
     kl_PG = None if kl is None else kl.sums(rewards_PG.numel(), minibatches).view_as(rewards_PG)
     coeff = 0.0 if kl is None else kl.coeff
     if rollout.baseline_P is not None:
@@ -323,10 +350,15 @@ def _of_completions(
         advantages_PG = above_baseline(penalised_PG, rollout.baseline_P)
     elif kl_PG is not None:
         advantages_PG = kl_penalised_advantages(
-            rewards_PG, kl_PG, estimate, coeff=coeff, spares_equal_others=spares_equal_others
+            rewards_PG, kl_PG, estimate, coeff=coeff, spares_equal_others=spares_equal_others, parts_PGK=parts_PGK
         )
     else:
-        advantages_PG = group_advantages(rewards_PG, estimate)
+        advantages_PG = group_advantages(rewards_PG, estimate, parts_PGK)
+    return _of_whole(advantages_PG, rollout, minibatches)
+
+
+def _of_whole(advantages_PG: Tensor, rollout: Rollout, minibatches: Sequence[Minibatch]) -> Advantages:
+    """Return advantages that are equal for all tokens of a completion."""
     advantages_N = advantages_PG.flatten()
     return Advantages(
         of_samples={

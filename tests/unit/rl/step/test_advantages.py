@@ -13,6 +13,7 @@ from mcore_rl.rl.rollouts.signal import constant_groups, groups_to_train_on
 from mcore_rl.rl.step.advantages import (
     above_baseline,
     above_group_mean,
+    decoupled_advantages,
     group_advantages,
     group_centered,
     kl_penalised_advantages,
@@ -180,18 +181,54 @@ def test_groups_with_signal_are_those_whose_rewards_differ():
 
 def test_advantages_of_the_users_own_are_masked_like_ours_and_checked(tmp_path, monkeypatch):
     (tmp_path / "own_advantages.py").write_text(
-        "def centered(rewards_PG, config):\n    return rewards_PG - rewards_PG.mean(1, keepdim=True) + config.eps\n"
-        "def flat(rewards_PG, config):\n    return rewards_PG.flatten()\n"
-        "def infinite(rewards_PG, config):\n    return rewards_PG / 0\n"
+        "def centered(rewards_PG, config, parts):\n"
+        "    return rewards_PG - rewards_PG.mean(1, keepdim=True) + config.eps\n"
+        "def flat(rewards_PG, config, parts):\n    return rewards_PG.flatten()\n"
+        "def infinite(rewards_PG, config, parts):\n    return rewards_PG / 0\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     rewards_PG = tensor([[1.0, 0.0], [0.5, 0.5]])
     centered = estimate("own_advantages:centered", eps=0.25)
-    assert group_advantages(rewards_PG, centered).tolist() == [[0.75, -0.25], [0, 0]]
+    parts_PGK = rewards_PG[:, :, None]
+    assert group_advantages(rewards_PG, centered, parts_PGK).tolist() == [[0.75, -0.25], [0, 0]]
     with pytest.raises(ConfigError, match=r"own_advantages:flat.*shape \(4,\) for rewards of shape \(2, 2\)"):
-        group_advantages(rewards_PG, estimate("own_advantages:flat"))
+        group_advantages(rewards_PG, estimate("own_advantages:flat"), parts_PGK)
     with pytest.raises(ConfigError, match="not finite"):
-        group_advantages(rewards_PG, estimate("own_advantages:infinite"))
+        group_advantages(rewards_PG, estimate("own_advantages:infinite"), parts_PGK)
+
+
+def test_gdpo_compares_each_part_in_its_group_and_their_sum_in_the_batch() -> None:
+    """arXiv 2601.05242, in plain loops; the sum of the first group's rewards is equal for all, not its parts."""
+    parts_PGK = tensor(
+        [[[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 1.0]], [[0.5, 3.0], [0.5, 9.0], [0.5, 1.0], [0.5, 2.0]]],
+        dtype=torch.float64,
+    )
+    weights = (2.0, 0.5)
+    sums = []
+    for group in parts_PGK.tolist():
+        for completion in group:
+            total = 0.0
+            for k, weight in enumerate(weights):
+                column = [each[k] for each in group]
+                mean = sum(column) / 4
+                std = math.sqrt(sum((value - mean) ** 2 for value in column) / 3)
+                total += weight * (completion[k] - mean) / (std + 1e-6) if std else 0.0
+            sums.append(total)
+    mean = sum(sums) / 8
+    std = math.sqrt(sum((value - mean) ** 2 for value in sums) / 7)
+    expected = tensor([(value - mean) / (std + 1e-6) for value in sums], dtype=torch.float64).view(2, 4)
+    rewards_PG = (parts_PGK * tensor(weights, dtype=torch.float64)).sum(2)
+    got = decoupled_advantages(rewards_PG, parts_PGK, weights, ddof=1, eps=1e-6)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+    assert got[0].abs().min() > 0.5
+    # A completion without a reward is as if it were not there, and equal parts are no signal.
+    failed = rewards_PG.clone()
+    failed[1, 3] = math.nan
+    without = decoupled_advantages(failed, parts_PGK, weights, ddof=1, eps=1e-6)
+    parts_PGK[1, 3] = 1e9
+    assert without[1, 3] == 0 and without.equal(decoupled_advantages(failed, parts_PGK, weights, ddof=1, eps=1e-6))
+    ones = torch.ones(2, 4, 2)
+    assert decoupled_advantages(ones.sum(2), ones, weights, ddof=1, eps=1e-6).equal(torch.zeros(2, 4))
 
 
 @pytest.mark.parametrize("kind", ["zscore", "mean", "leave_one_out", "leave_one_out_zscore"])

@@ -13,7 +13,7 @@ from mcore_rl.rl.step.objective import policy_objective
 from tests.sections import loss_config
 from tests.unit.rl.ragged import ALONE, CUT, batch, over_sequences, responses, tokens_of, with_gradient
 
-KINDS = ("grpo", "gspo", "gspo_token", "rspo", "kimi_k2", "cispo")
+KINDS = ("grpo", "gspo", "gspo_token", "rspo", "kimi_k2", "cispo", "dppo_tv", "sapo")
 
 
 def loss_of(rows, config, **options):
@@ -210,6 +210,90 @@ def test_cispo_weighs_the_logprob_by_the_clipped_ratio():
 
 
 KL = {"k1": lambda d: -d, "k2": lambda d: d**2 / 2, "k3": lambda d: torch.exp(d) - d - 1}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("spread", [0.05, 2.0])
+def test_dppo_masks_tokens_whose_probability_moved_far_with_the_advantage(spread, seed):
+    """verl's form (weights without gradient, capped) of arXiv 2602.04879, equation by equation."""
+
+    def closed_form(response):
+        new, old, advantage = response["logprobs"], response["old_logprobs"], response["advantages"]
+        change = new.exp() - old.exp()
+        far = ((change > 0.02) & (advantage > 0)) | ((change < -0.03) & (advantage < 0))
+        weight = (new - old).exp().clamp(max=1.5).detach()
+        value = -weight * advantage
+        return (value + torch.where(far, 0.0, value.detach() * (new - new.detach()))).mean()
+
+    rows = batch(spread, seed)
+    config = loss_config(kind="dppo_tv", clip_low=0.03, clip_high=0.02, ratio_limit=1.5)
+    same(rows, lambda rows: loss_of(rows, config), lambda rows: over_sequences(rows, closed_form))
+    result = policy_loss(tokens_of(rows), policy_objective(config), ALONE)
+    changes = torch.cat([response["logprobs"].exp() - response["old_logprobs"].exp() for response in responses(rows)])
+    advantages = torch.cat([response["advantages"] for response in responses(rows)])
+    assert result.sums["clipped_high"] == ((changes > 0.02) & (advantages > 0)).sum()
+    assert result.sums["clipped_low"] == ((changes < -0.03) & (advantages < 0)).sum()
+
+
+@pytest.mark.parametrize("spread", [0.02, 1.0])
+def test_sapo_gates_ratios_softly_with_a_temperature_for_each_side(spread):
+    def closed_form(response):
+        ratio = (response["logprobs"] - response["old_logprobs"]).exp()
+        advantage = response["advantages"]
+        tau = torch.full_like(advantage, 1.05).masked_fill(advantage > 0, 1.0)
+        return -(4 / tau / (1 + torch.exp(-tau * (ratio - 1))) * advantage).mean()
+
+    same(
+        batch(spread),
+        lambda rows: loss_of(rows, loss_config(kind="sapo")),
+        lambda rows: over_sequences(rows, closed_form),
+    )
+
+
+@pytest.mark.parametrize("kind", ["grpo", "gspo", "sapo"])
+def test_bad_completions_that_the_policy_has_left_are_masked_whole(kind):
+    """DeepSeek-V3.2's mask: a sequence with A < 0 and a mean log(engine / policy) above delta leaves the sum."""
+    rows, delta = batch(0.5, seed=2), 0.05
+    masked = []
+
+    def closed_form(response):
+        gap = (response["rollout_logprobs"] - response["logprobs"]).mean().item()
+        masked.append(gap > delta and response["advantages"][0].item() < 0)
+        value = {
+            "grpo": lambda: grpo_token(response).mean(),
+            "gspo": lambda: gspo_sequence(response, 0.2, 0.2),
+            "sapo": lambda: (
+                -(
+                    torch.sigmoid(tau * ((response["logprobs"] - response["old_logprobs"]).exp() - 1))
+                    * (4 / tau)
+                    * response["advantages"]
+                ).mean()
+            ),
+        }
+        tau = 1.0 if response["advantages"][0] > 0 else 1.05
+        return value[kind]() * (0.0 if masked[-1] else 1.0)
+
+    clip = {} if kind == "sapo" else {"clip_low": 0.2, "clip_high": 0.2}
+    config = loss_config(kind=kind, off_policy_mask=delta, **clip)
+    same(rows, lambda rows: loss_of(rows, config), lambda rows: over_sequences(rows, closed_form))
+    assert 0 < sum(masked) < len(masked)
+    lengths = [len(response["logprobs"]) for response in responses(rows)]
+    result = policy_loss(tokens_of(rows), policy_objective(config), ALONE)
+    assert result.sums["correction_masked"] == sum(
+        length for length, is_masked in zip(lengths, masked, strict=False) if is_masked
+    )
+
+
+def test_a_kl_to_the_old_policy_is_kimi_k25s_square_of_the_log_ratio():
+    rows = batch(0.3)
+    config = loss_config(kl_to="old", kl_coeff=2e-3, kl_estimator="k2")
+
+    def closed_form(response):
+        log_ratio = response["logprobs"] - response["old_logprobs"]
+        return (grpo_token(response) + 1e-3 * log_ratio.square()).mean()
+
+    same(rows, lambda rows: loss_of(rows, config), lambda rows: over_sequences(rows, closed_form))
+    assert not config.has_reference
 
 
 @pytest.mark.parametrize("gradient", ["estimator", "k2"])
