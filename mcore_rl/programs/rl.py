@@ -212,6 +212,13 @@ def warnings_of(config: RlRunConfig) -> Iterator[str]:
             'rollout/mismatch_kl_nats). Set rl.loss.importance_sampling to correct for it, or rl.engine.kind="native", '
             "which chooses as the trainer does."
         )
+    if config.rl.rollout.max_staleness and config.rl.loss.kind in ("kimi_k2", "sapo"):
+        yield (
+            f'warning: rl.loss.kind="{config.rl.loss.kind}" with rl.rollout.max_staleness='
+            f"{config.rl.rollout.max_staleness}: no clip ends what a token can gain that older weights sampled, from "
+            'which the policy has moved already. Set rl.loss.kind to "grpo", "gspo" or another that clips, or '
+            "max_staleness=0."
+        )
     has_token_ratio = config.rl.loss.kind in ("grpo", "ppo", "cispo", "dppo_tv", "sapo")
     if config.model.is_moe and has_token_ratio and config.replay.kind == "none":
         yield (

@@ -66,3 +66,11 @@ def test_servers_that_choose_other_keys_are_named(overrides: list[str], is_named
     found = [line for line in warnings_of(config) if "servers choose by kernels of their own" in line]
     assert len(found) == is_named
     assert not found or "samples have up to 64 tokens, of which indexers choose 63" in found[0]
+
+
+def test_a_loss_without_a_clip_is_warned_of_where_older_weights_sample() -> None:
+    served = ["rl.engine.kind=vllm", "rl.rollout.max_staleness=1", "rl.loss.importance_sampling=truncate"]
+    for kind, staleness, is_warned in (("sapo", 1, True), ("grpo", 1, False), ("sapo", 0, False)):
+        words = [*served, f"rl.loss.kind={kind}", f"rl.rollout.max_staleness={staleness}"]
+        config = load_config(RlRunConfig, Path("tiny_moe/grpo"), words)
+        assert any("no clip ends what a token can gain" in line for line in warnings_of(config)) == is_warned
