@@ -119,6 +119,7 @@ setup(
         "mcore_rl.cli": ["*.toml"],
         "mcore_rl.config": ["*.toml"],
         "mcore_rl.metrics": ["*.toml"],
+        "mcore_rl.megatron.patches": ["*.toml"],
         "mcore_rl.megatron": ["compiled.cpp", "compiled_attention.cpp", "compiled_products.h"],
         "mcore_rl.report": ["*.toml", "page/*", "page/vendor/*"],
     },

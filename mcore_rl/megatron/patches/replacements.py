@@ -1,10 +1,11 @@
-"""Replacements of parts of torch and Megatron: each is a function of the original, named in table.py."""
+"""Replacements of parts of torch and Megatron: each is a function of the original, named in table.toml."""
 
 import dataclasses
 import functools
 import importlib
 import io
 import math
+import queue
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -383,6 +384,11 @@ def restricted_pickle(module: Any) -> Any:
             raise CheckpointError(f"{file.name}: {error}.") from None
 
     return SimpleNamespace(**vars(module) | {"load": load})
+
+
+def queue_within_process(_: Any) -> queue.SimpleQueue[Any]:
+    """Return a queue in the place of the one through which another process hands over results."""
+    return queue.SimpleQueue()
 
 
 def load_common_method(load: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

@@ -56,14 +56,25 @@ def as_cpu(device: Any) -> Any:
     return device
 
 
+# torch's compiler looks functions up by identity: each symbol gets a function of its own.
 def nothing(_: Any) -> Callable[..., None]:
     """A replacement that does nothing."""
     return lambda *args, **kwargs: None
 
 
-def constant(value: Any) -> Callable[[Any], Callable[..., Any]]:
-    """A replacement that always answers `value`."""
-    return lambda _: lambda *args, **kwargs: value
+def current_device(_: Any) -> Callable[..., torch.device]:
+    """A replacement that always answers the CPU."""
+    return lambda *args, **kwargs: CPU
+
+
+def get_rng_state(_: Any) -> Callable[..., Tensor]:
+    """A replacement that answers the state of the CPU's generator, the only one."""
+    return lambda *args, **kwargs: torch.get_rng_state()
+
+
+def set_rng_state(_: Any) -> Callable[..., None]:
+    """A replacement that sets the state of the CPU's generator, the only one."""
+    return lambda state, *args, **kwargs: torch.set_rng_state(state)
 
 
 def same_tensor(_: Any) -> Callable[..., Any]:
