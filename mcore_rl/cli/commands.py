@@ -5,6 +5,7 @@ when it runs.
 """
 
 import argparse
+import math
 import re
 import tomllib
 from collections.abc import Callable, Sequence
@@ -17,8 +18,6 @@ from mcore_rl.config.recipes import cluster_file
 from mcore_rl.config.toml import toml_value
 from mcore_rl.config.trainings import TRAININGS
 from mcore_rl.errors import ConfigError
-from mcore_rl.launch import arguments as launch
-from mcore_rl.launch.arguments import number_from, positive
 
 BYTES_PER_UNIT = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 EVAL_RECIPE = "any_model/eval"
@@ -90,11 +89,24 @@ def num_bytes(text: str) -> int:
     return int(float(match[1]) * BYTES_PER_UNIT[match[2].upper()])
 
 
+def number_from(least: int, most: float = math.inf, kind: Callable[[str], float] = int) -> Callable[[str], float]:
+    """Return a parser of a finite number from `least` to `most`, which argparse refuses otherwise."""
+    wanted = f"{least} or more" if most == math.inf else f"a number from {least} to {most:g}"
+
+    def number(text: str) -> float:
+        value = kind(text)
+        if not (least <= value <= most and value < math.inf):
+            raise argparse.ArgumentTypeError(f"{text}, wanted {wanted}")
+        return value
+
+    return number
+
+
 TYPES: dict[str, Callable[[str], Any]] = {
     "int": int,
     "float": float,
     "path": Path,
-    "count": positive,
+    "count": number_from(1),
     "index": number_from(0),
     "fraction": number_from(0, 1, float),
     "at_least_1": number_from(1, kind=float),
@@ -103,8 +115,6 @@ TYPES: dict[str, Callable[[str], Any]] = {
     "cluster": cluster_file,
 }
 """Parsers of values, by `type` in commands.toml."""
-OF_LAUNCH = {"launch": launch.launch_arguments, "jobs": launch.jobs_arguments, "attach": launch.attach_arguments}
-"""The commands whose arguments are declared there."""
 _TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("commands.toml").read_text(encoding="utf-8"))
 _SHARED: dict[str, str] = _TABLE.pop("shared")
 
@@ -137,20 +147,19 @@ def _add(container: argparse._ActionsContainer, words: Sequence[str], meaning: s
     if options.get("action") == "boolean":
         options["action"] = argparse.BooleanOptionalAction
     if choices := options.get("choices"):
-        options["choices"] = TRAININGS if choices == "TRAININGS" else choices.split(",")
+        options["choices"] = choices.replace("TRAININGS", ",".join(TRAININGS)).split(",")
     if kind := options.get("type"):
         options["type"] = TYPES[kind]
         if "default" in options:
-            options["default"] = TYPES[kind](options["default"])
+            default = TYPES[kind](options["default"])
+            options["default"] = [default] if options.get("nargs") == "*" else default
     container.add_argument(*names, help=meaning, **options)
 
 
-def _command(name: str, row: dict[str, Any]) -> Command:
-    declare = OF_LAUNCH.get(name) or partial(_declare, row.pop("arguments", ""))
-    return Command(**row, arguments=declare)
-
-
-COMMAND_GROUPS = {title: {name: _command(name, row) for name, row in rows.items()} for title, rows in _TABLE.items()}
+COMMAND_GROUPS = {
+    title: {name: Command(arguments=partial(_declare, row.pop("arguments", "")), **row) for name, row in rows.items()}
+    for title, rows in _TABLE.items()
+}
 """All commands by subject, in the order of the overview."""
 COMMANDS = {name: command for group in COMMAND_GROUPS.values() for name, command in group.items()}
 """Every command by name; a name of two words is a command in a group, such as `mcore-rl data tokenizer`."""

@@ -22,7 +22,6 @@ from mcore_rl.config.pipeline import ConversionStage, PipelineConfig, TrainingSt
 from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError, McoreRlError
 from mcore_rl.launch import slurm
-from mcore_rl.launch.arguments import PIPELINE
 from mcore_rl.launch.code_copy import Code, copy_code, refuse_changes, this_code
 from mcore_rl.launch.job import JOB_SH, render
 from mcore_rl.launch.planning import (
@@ -39,6 +38,8 @@ from mcore_rl.launch.records import LOCK, SCRIPT, Submission, done, record
 from mcore_rl.storage.files import shipped, sole_writer
 from mcore_rl.storage.run_config import load_run_config
 
+PIPELINE = "pipeline"
+"""Program of a config with several jobs, its stages."""
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """Errors of a file system without locks, as a Lustre that is mounted with `noflock`."""
 CHECK_POLL_S = 5.0
