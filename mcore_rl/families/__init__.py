@@ -1,7 +1,9 @@
 """Model families, a file for each kind of architecture, and functions that look up a model's family."""
 
 import importlib
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError
@@ -133,12 +135,10 @@ def model_from_hf(config: HfConfig, family: str | None = None) -> ModelConfig:
             )
         names = {alias: name for name in FAMILIES for alias in (name, *OTHER_MODEL_TYPES.get(name, ()))}
         if model_type not in names:
-            from mcore_rl.families.refused import REFUSED  # only models without a family
-
-            if model_type in REFUSED:
+            if reason := refused().get(model_type):
                 raise ConfigError(
-                    f"config.json has model_type={model_type!r}, which is refused: {REFUSED[model_type]}. Take a model "
-                    "of another architecture (docs/families.md), or write a family of your own (docs/extending.md)."
+                    f"config.json has model_type={model_type!r}, which is refused: {reason}. Take a model of another "
+                    "architecture (docs/families.md), or write a family of your own (docs/extending.md)."
                 )
             raise ConfigError(
                 f"config.json has model_type={model_type!r}. Known are {', '.join([*names, *SHELLS])}. Take a model of "
@@ -149,6 +149,12 @@ def model_from_hf(config: HfConfig, family: str | None = None) -> ModelConfig:
         return ModelConfig(family=family, head=head, **family_named(family).from_hf(config))
     except ValidationError as error:
         raise ConfigError(f"config.json of model_type {model_type!r} has values of the wrong type:\n{error}") from None
+
+
+def refused() -> dict[str, str]:
+    """Return why each architecture without a family is refused, by `model_type`: a clause of the error message."""
+    table = tomllib.loads(Path(__file__).with_name("refused.toml").read_text(encoding="utf-8"))
+    return {name: reason for reason, names in table.items() for name in names}
 
 
 def hf_config(model: ModelConfig) -> dict[str, Any]:

@@ -28,7 +28,7 @@ NOT_NEEDED = (
     *("convert", "report", "launch", "families.deepseek_v32", "data.megatron.indexed", "data.preferences"),
     *("rl.engines.served", "rl.engines.native", "rl.environments", "rl.models", "rl.rewards.from_model"),
     *("model.layers.delta", "model.layers.indexed", "model.layers.cpu", "model.adapters", "model.layers.adapters"),
-    *("metrics.loggers", "data.index_file", "config.other_names", "families.refused", "rl.step.trace"),
+    *("metrics.loggers", "data.index_file", "config.other_names", "rl.step.trace"),
 )
 
 

@@ -8,11 +8,11 @@ import pytest
 import transformers
 
 from mcore_rl.errors import ConfigError
-from mcore_rl.families import FAMILIES, OTHER_MODEL_TYPES, model_from_hf
-from mcore_rl.families.refused import REFUSED
+from mcore_rl.families import FAMILIES, OTHER_MODEL_TYPES, model_from_hf, refused
 from mcore_rl.families.shells import SHELLS
 from tests.hf_models import PUBLISHED
 
+REFUSED = refused()
 PAGE = Path(__file__).parents[3] / "docs" / "families.md"
 
 
@@ -31,10 +31,10 @@ def test_the_page_lists_every_family_and_every_refused_architecture() -> None:
 
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_it_is_refused_by_the_sentence_of_the_page(model_type: str) -> None:
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as error:
         model_from_hf({"model_type": model_type})
     reason = rows("Refused")[model_type]
-    assert f"model_type={model_type!r}, which is refused: {reason}." in str(refused.value)
+    assert f"model_type={model_type!r}, which is refused: {reason}." in str(error.value)
 
 
 BUILT = (
