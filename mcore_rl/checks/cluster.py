@@ -3,6 +3,7 @@
 import json
 import re
 import time
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -94,44 +95,12 @@ def comparable(findings: Findings) -> Iterator[tuple[str, Any]]:
 
 TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-RESERVED = {
-    "*_proxy MCORE_RL_CACHE": "",
-    "[a-z]*": "begins with a small letter, as the job script's own variables do. Take it out",
-    "PYTHONPATH": "would hide the job's copy of the code. Add to it in python.setup: "
-    '"export PYTHONPATH=$PYTHONPATH:/shared/rewards"',
-    "PYTHONHOME PYTHONSAFEPATH PYTHONUSERBASE PYTHONPLATLIBDIR": "would change what Python imports. Take it out",
-    "PATH LD_PRELOAD LD_AUDIT": "would change srun and the job's other commands. Export it in python.setup",
-    "BASH* ENV SHELLOPTS IFS SECONDS RANDOM UID EUID PPID": "is the job script's shell's. Take it out",
-    "SLURM* SRUN_* SBATCH_*": "is Slurm's. Take it out, and set a field of [slurm], as slurm.options",
-    "TMPDIR": "is set by the job. Set paths.scratch",
-    "TRITON_CACHE_DIR TORCHINDUCTOR_CACHE_DIR": "is set by the job. Set paths.cache",
-    "MASTER_* NUM_NODES RANK *_RANK WORLD_SIZE *_WORLD_SIZE TORCHELASTIC_* MCORE_RL_* SERVER_HOSTS SERVER_PORT "
-    "SERVER_URLS": "is set by the job. Take it out",
-}
+_TABLE: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("cluster.toml").read_text(encoding="utf-8"))
+RESERVED = _TABLE["reserved"]
 """Patterns of names of environment variables, and why a cluster may not set them; the first that matches counts."""
 OPTION = re.compile(r"(--[a-z][\w-]*|-\w)[= ]*(.*)")
 """An option of sbatch: its long or short name, and its value."""
-SET_BY_LAUNCH = {
-    "--time -t --timelimit": "slurm.time",
-    "--signal": "survival.signal_s",
-    "--requeue --no-requeue": "survival.max_attempts (a job is requeued until it is done)",
-    "--nodes -N --no-kill -k": "--nodes and survival.spares",
-    "--ntasks -n --ntasks-per-node --ntasks-per-gpu": "node.gpus or node.ranks",
-    "--distribution -m": "the order of the nodes (tensor-parallel ranks are neighbours)",
-    "--cpus-per-task -c": "node.cores",
-    "--mem --mem-per-cpu --mem-per-gpu --mem-per-node": "node.memory_gib",
-    "--gpus -G --gpus-per-node --gpus-per-socket --gpus-per-task --gres": "slurm.gpus_by, slurm.gpu_type and node.gpus",
-    "--exclusive --oversubscribe -s": "slurm.exclusive",
-    "--partition -p --account -A --qos -q --constraint -C": "slurm.partition, account, qos or constraint",
-    "--mail-user --mail-type": "slurm.mail_user and slurm.mail_type",
-    "--array -a --array-inx --dependency -d --kill-on-invalid-dep": "--array and --dependency",
-    "--nodelist -w --nodefile -F --exclude -x --reservation": "--nodelist, --exclude and --reservation",
-    "--job-name -J": "--name",
-    "--output -o --error -e --open-mode": "run_dir (logs are in <run_dir>/logs)",
-    "--chdir -D": "the folder that you launch from",
-    "--export --export-file": "environment and environment_file",
-    "--wait -W --test-only": "--check, which waits, and --dry-run",
-}
+SET_BY_LAUNCH = _TABLE["set_by_launch"]
 """Options of sbatch, some by the name of their SBATCH_ variable, and what sets them in a launch."""
 
 

@@ -4,16 +4,19 @@ with what to do instead.
 """
 
 import json
+import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from mcore_rl.errors import DataError
 
 Fields = Mapping[str, Any]
-TRAINED = ("weight", "train", "training", "loss", "loss_mask", "loss_weight", "loss_scale")
-"""Keys of a turn that is trained on (1, true) or not (0, false), by OpenAI, Mistral, axolotl, ms-swift and verl."""
-REASONING = ("reasoning_content", "reasoning", "thinking")
+_TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("shapes.toml").read_text(encoding="utf-8"))
+TRAINED: tuple[str, ...] = tuple(_TABLE["trained"])
+"""Keys of a turn that is trained on or not."""
+REASONING: tuple[str, ...] = tuple(_TABLE["reasoning"])
 """Keys of the assistant's reasoning before the content of its turn."""
 
 
@@ -29,33 +32,15 @@ class Label(NamedTuple):
     meaning: str
 
 
-LABELS = (
-    Label(TRAINED, "assistant", (0, 1), "it says whether the turn is trained on. Write 1, or 0 for not trained"),
-    Label(TRAINED, "turn", (0,), "only turns of the assistant are trained on. Leave the key out, or such records"),
-    Label((*TRAINED, "sample_weight"), "conversation preference document part", (1,),
-          "all texts of a file count alike. Leave the key out, or the texts that count less"),
-    Label(("label", "kto_tag", "is_correct"), "conversation preference", (1,),
-          "it says whether the answer is to be learned. Leave out records whose answer is not (data.max_bad allows "
-          "such lines), or make pairs of good and bad answers for `mcore-rl dpo`"),
-    Label(("rejected", "rejected_response", "rejected_messages"), "conversation", (),
-          "it is the worse of two answers, for `mcore-rl dpo` and `mcore-rl rm`. Leave this key out to learn the other "
-          'answer, or name that: data.response_field="chosen"'),
-    Label(("labels", "completion_mask", "assistant_masks", "response_mask", "train_detail"),
-          "conversation preference assistant turn", (),
-          'it labels parts of a text, and whole turns are trained on. Cut it into turns, some with "weight": 0'),
-    Label(("label",), "assistant turn part", (), "it rates the turn. Leave the key out, or write it into the text"),
-    Label(("mask",), "conversation", (0, "User", "user", "Human", "human"),
-          "it says whose turns are not trained on. Write \"weight\": 0 in each turn of the assistant that is not"),
-    Label(("history",), "conversation", (), "it is not read beside a single text. Name prompt and response"),
-    Label(REASONING, "conversation turn", (), "reasoning is read in the assistant's turns. Write it there"),
-    Label(("images", "videos", "audios"), "conversation preference prompt assistant turn", (),
-          "only texts are trained on. Leave out such records"),
-    Label(("functions", "function_call"), "conversation preference prompt assistant turn", (),
-          'it is an old form. Write "tools" of records, "tool_calls" of turns'),
-    Label(("tools",), "prompt", (), "tools come from rl.environment. Name one, or describe them in the system prompt"),
-    Label(("chat_template_kwargs",), "conversation preference prompt", (),
-          "all records are rendered alike. Set data.chat_template to a file that does so"),
-)  # fmt: skip
+LABELS = [
+    Label(
+        tuple(name for key in row["keys"] for name in (_TABLE[key[1:]] if key.startswith("@") else (key,))),
+        row["places"],
+        tuple(row.get("harmless", ())),
+        row["meaning"],
+    )
+    for row in _TABLE["labels"]
+]
 """All such keys of the field's data formats."""
 BY_PLACE = {
     place: {key: label for label in LABELS if place in label.places.split() for key in label.keys}
@@ -99,17 +84,7 @@ def kind_of(entry: Fields, key: str) -> str:
 
 
 Message = Mapping[str, Any]
-ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-    "observation": "tool",
-    "tool": "tool",
-}
+ROLES: dict[str, str] = _TABLE["roles"]
 """Roles by ShareGPT's `from`."""
 TURNS = {"messages": "OpenAI messages", "conversations": "ShareGPT conversations"}
 """Fields with turns, and the names of their shapes."""

@@ -5,8 +5,10 @@ The values of `Rates` are fitted to the 18 published runs of `python -m bench.pl
 
 import difflib
 import re
+import tomllib
 from dataclasses import dataclass, field, replace
 from math import inf
+from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.cluster import ClusterConfig, NodeConfig, RatesConfig
@@ -43,51 +45,15 @@ class Device:
     """Memory in GiB: the data sheets' "GB" of HBM are GiB, of which a driver keeps about half a GiB."""
     links: Links | None = None
     """Bandwidths; None if only the peaks are in the table: memory and schedule are then planned, but not time."""
-    source: str = ""
+    source: str = "NVIDIA's data sheet"
     """Document that the numbers are from."""
 
 
-def _peaks(bf16: float | None, fp8: float | None, fp32: float) -> dict[str, float]:
-    peaks = {"bf16": bf16, "fp8": fp8, "fp32": fp32}
-    return {name: peak for name, peak in peaks.items() if peak is not None}
-
-
-_ROWS = (
-    # name, peaks, memory, (HBM, link, domain, NIC, multiprocessors), source
-    ("A100", (312.0, None, 19.5), 80.0, (2039, 300, 8, 200, 108), "NVIDIA A100 80GB data sheet; DGX A100"),
-    ("A800", (312.0, None, 19.5), 80.0, (2039, 200, 8, 200, 108), "NVIDIA A800 80GB data sheet"),
-    ("H100", (989.4, 1978.9, 66.9), 80.0, (3350, 450, 8, 400, 132), "NVIDIA H100 data sheet; DGX H100"),
-    ("H800", (989.4, 1978.9, 66.9), 80.0, (3350, 200, 8, 400, 132), "as H100, NVLink of arXiv 2412.19437"),
-    ("H200", (989.4, 1978.9, 66.9), 141.0, (4800, 450, 8, 400, 132), "NVIDIA H200 data sheet; DGX H200"),
-    ("B200", (2250.0, 4500.0, 75.0), 180.0, (7700, 900, 8, 400, 148), "NVIDIA DGX B200 data sheet"),
-    ("GB200", (2500.0, 5000.0, 80.0), 186.0, (8000, 900, 72, 400, 152), "NVIDIA GB200 NVL72 data sheet"),
-    ("GB300", (2500.0, 5000.0, 80.0), 279.0, (8000, 900, 72, 800, 152), "NVIDIA GB300 NVL72 data sheet"),
-    ("MI300X", (1307.4, 2614.9, 163.4), 192.0, (5300, 448, 8, 400, 304), "AMD Instinct MI300X data sheet"),
-)
-_PEAKS_ONLY = (
-    ("V100", (None, None, 15.7)),
-    ("A10", (125.0, None, 31.2)),
-    ("A10G", (70.0, None, 35.0)),
-    ("A40", (149.7, None, 37.4)),
-    ("RTX A6000", (154.8, None, 38.7)),
-    ("L4", (121.0, 242.5, 30.3)),
-    ("L40", (181.0, 362.0, 90.5)),
-    ("L40S", (362.0, 733.0, 91.6)),
-    ("RTX 3090", (71.0, None, 35.6)),
-    ("RTX 4090", (165.2, 330.3, 82.6)),
-    ("RTX 5090", (209.5, 419.0, 104.8)),
-    ("H20", (148.0, 296.0, 44.0)),
-    ("H100 PCIe", (756.5, 1513.0, 51.2)),
-    ("H100 NVL", (835.5, 1671.0, 60.0)),
-    ("H200 NVL", (835.5, 1671.0, 60.0)),
-    ("GH200", (989.4, 1978.9, 66.9)),
-    ("B300", (2250.0, 4500.0, 75.0)),
-)
-
+_ROWS = tomllib.loads(Path(__file__).with_name("devices.toml").read_text(encoding="utf-8"))
 DEVICES: dict[str, Device] = {
-    name: Device(name=name, peak_tflops=_peaks(*peaks), memory_gib=memory, links=Links(*links), source=source)
-    for name, peaks, memory, links, source in _ROWS
-} | {name: Device(name=name, peak_tflops=_peaks(*peaks), source="NVIDIA's data sheet") for name, peaks in _PEAKS_ONLY}
+    name: Device(name=name, **row | ({"links": Links(*row["links"])} if "links" in row else {}))
+    for name, row in _ROWS.items()
+}
 """Every device by its name (the SXM module if there is one). Peaks are without sparsity."""
 
 
