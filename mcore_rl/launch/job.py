@@ -36,47 +36,17 @@ from typing import Literal
 from mcore_rl.checks.cluster import seconds_of
 from mcore_rl.config.cluster import ContainerConfig, NoContainer
 from mcore_rl.errors import HUNG_STATUS, ConfigError
+from mcore_rl.launch.slurm import STATES
 from mcore_rl.storage.files import NOT_WRITER, RESERVE_BYTES, RESERVE_FILE, UNWRITTEN, shipped
 
 JOB_SH = "job.sh"
 """Name of the static part of a job script, in launch/ and in the folder of a launch."""
 
-STATUS: Mapping[str, int] = MappingProxyType(
-    {
-        "finished": 0,
-        "refused": 2,
-        "stopped": 10,
-        "crash_loop": 11,
-        "hang_loop": 12,
-        "unfit_nodes": 13,
-        "not_requeued": 14,
-        "in_use": 15,
-        "stalled": 16,
-        "crash_limit": 17,
-        "no_space": 18,
-        "cancelled": 143,
-    }
-)
+STATUS: Mapping[str, int] = MappingProxyType({name: row["number"] for name, row in STATES["status"].items()})
 """Exit statuses of a job script; a program that is no training has its own."""
 WRITABLE_S = 900
 """Seconds that a job waits for the run's folder to be writable again: Slurm could not start it there."""
-MEANING: Mapping[int, str] = MappingProxyType(
-    {
-        0: "all steps are done",
-        2: "config, data, checkpoint, time limit or the nodes' set-up are wrong: correct them and submit again",
-        10: "stopped by the STOP file, or by TERM to the whole job, with a checkpoint: the same sbatch resumes",
-        11: "gave up: attempts without a new checkpoint, the last of which crashed",
-        12: "gave up: attempts without a new checkpoint, the last of which hung",
-        13: "gave up: no fit nodes were found in any attempt",
-        14: "Slurm refused to requeue the job",
-        15: "another running job writes to this run",
-        16: "gave up: attempts without a new checkpoint, the last of which was ended by the time limit, by "
-        "preemption or by the loss of its node",
-        17: "gave up: survival.max_crashes crashes and hangs in all, with new checkpoints between them",
-        18: "gave up: attempts without a new checkpoint, the last of which found the disk full or not writable",
-        143: "cancelled, or ended by Slurm, which requeues after the loss of a node",
-    }
-)
+MEANING: Mapping[int, str] = MappingProxyType({row["number"]: row["meaning"] for row in STATES["status"].values()})
 """Exit status -> its meaning for a user."""
 UNREADABLE = """
 job_sh={job_sh}

@@ -4,9 +4,11 @@ import os
 import re
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mcore_rl.errors import McoreRlError
 
@@ -16,34 +18,11 @@ OF_A_JOB = re.compile("SRUN_|SLURM_(?!CONF|CLUSTERS|JWT)")
 SEPARATOR = "|"
 UNOPENED = "53"
 """The signal that Slurm records for a job that it could not start because its log could not be opened."""
-ALIVE = {
-    "PENDING",
-    "CONFIGURING",
-    "RUNNING",
-    "COMPLETING",
-    "STAGE_OUT",
-    "SUSPENDED",
-    "STOPPED",
-    "SIGNALING",
-    "REQUEUED",
-    "REQUEUE_HOLD",
-    "REQUEUE_FED",
-    "RESIZING",
-    "SPECIAL_EXIT",
-}
+STATES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("states.toml").read_text(encoding="utf-8"))
+ALIVE: list[str] = STATES["alive"]
 """States of a job that has not ended, or will start again."""
 
-
-UNREACHABLE = (
-    "Unable to contact slurm controller",
-    "Could not establish a configuration source",
-    "Unable to establish controller machine",
-    "Connection refused",
-    "Connection timed out",
-    "Communication connection failure",
-    "Socket timed out",
-    "Zero Bytes were transmitted",
-)
+UNREACHABLE: list[str] = STATES["unreachable"]
 """Parts of the messages of Slurm's commands when no controller answers; all else is a controller's answer."""
 
 
