@@ -20,13 +20,13 @@ from mcore_rl.families.shells import SHELLS, shell_of, text_config
 from mcore_rl.families.weight_map import WeightMap, build_map
 
 FAMILIES = {
-    "deepseek_v2": "mcore_rl.families.deepseek_v2:DeepseekV2",
-    "deepseek_v3": "mcore_rl.families.deepseek_v3:DeepseekV3",
-    "deepseek_v32": "mcore_rl.families.deepseek_v32:DeepseekV32",
-    "dots1": "mcore_rl.families.dots1:Dots1",
-    "glm4_moe": "mcore_rl.families.glm4_moe:Glm4Moe",
-    "glm4_moe_lite": "mcore_rl.families.glm4_moe_lite:Glm4MoeLite",
-    "glm_moe_dsa": "mcore_rl.families.glm_moe_dsa:GlmMoeDsa",
+    "deepseek_v2": "mcore_rl.families.deepseek:DeepseekV2",
+    "deepseek_v3": "mcore_rl.families.deepseek:DeepseekV3",
+    "deepseek_v32": "mcore_rl.families.deepseek:DeepseekV32",
+    "dots1": "mcore_rl.families.grouped_experts:Dots1",
+    "glm4_moe": "mcore_rl.families.grouped_experts:Glm4Moe",
+    "glm4_moe_lite": "mcore_rl.families.deepseek:Glm4MoeLite",
+    "glm_moe_dsa": "mcore_rl.families.deepseek:GlmMoeDsa",
     "gpt_oss": "mcore_rl.families.gpt_oss:GptOss",
     "llama": "mcore_rl.families.dense:Llama",
     "minimax_m2": "mcore_rl.families.minimax_m2:MiniMaxM2",
@@ -34,14 +34,14 @@ FAMILIES = {
     "mixtral": "mcore_rl.families.mixtral:Mixtral",
     "olmoe": "mcore_rl.families.olmoe:Olmoe",
     "qwen2": "mcore_rl.families.dense:Qwen2",
-    "qwen2_moe": "mcore_rl.families.qwen2_moe:Qwen2Moe",
+    "qwen2_moe": "mcore_rl.families.qwen3_moe:Qwen2Moe",
     "qwen3": "mcore_rl.families.dense:Qwen3",
-    "qwen3_5_moe_text": "mcore_rl.families.qwen3_5:Qwen35Moe",
-    "qwen3_5_text": "mcore_rl.families.qwen3_5:Qwen35",
+    "qwen3_5_moe_text": "mcore_rl.families.qwen3_next:Qwen35Moe",
+    "qwen3_5_text": "mcore_rl.families.qwen3_next:Qwen35",
     "qwen3_moe": "mcore_rl.families.qwen3_moe:Qwen3Moe",
     "qwen3_next": "mcore_rl.families.qwen3_next:Qwen3Next",
     "seed_oss": "mcore_rl.families.dense:SeedOss",
-    "solar_open": "mcore_rl.families.solar_open:SolarOpen",
+    "solar_open": "mcore_rl.families.grouped_experts:SolarOpen",
 }
 """Built-in values of `model.family`, by Hugging Face's `model_type`; a class is imported when a config names it."""
 OTHER_MODEL_TYPES = {"deepseek_v3": ("kimi_k2",)}

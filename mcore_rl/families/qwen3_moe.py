@@ -1,10 +1,12 @@
-"""Qwen3-MoE (arXiv 2505.09388): query and key norms, softmax routing over many small experts."""
+"""Qwen3-MoE and Qwen2-MoE: softmax routing over many small experts, without a shared expert, or with one and its gate."""
 
 from typing import Any
 
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.families import config_json as hf
 from mcore_rl.families.config_json import HfConfig, common, qwen_experts, qwen_experts_to_hf, require, require_keys
 from mcore_rl.families.family import Family
+from mcore_rl.families.rules import MoENames
 
 
 class Qwen3Moe(Family):
@@ -25,3 +27,34 @@ class Qwen3Moe(Family):
     def to_hf(self, model: ModelConfig) -> dict[str, Any]:
         """Return the family's keys of config.json."""
         return {"attention_bias": False} | qwen_experts_to_hf(model)
+
+
+class Qwen2Moe(Family):
+    """Qwen2-MoE: a single shared expert with its own width."""
+
+    model_type = "qwen2_moe"
+    hf_class = "Qwen2MoeForCausalLM"
+    router = "softmax"
+    qkv_bias = ("on", "off")
+    has_shared_expert_gate = True
+    settings = ("moe.first_dense_layers", "moe.shared_experts", "moe.shared_ffn_hidden_size")
+    moe_names = MoENames(shared="shared_expert")
+
+    def from_hf(self, config: HfConfig) -> dict[str, Any]:
+        """Return the keyword arguments of ModelConfig."""
+        hf.require_keys(config, "num_key_value_heads")
+        hf.require(config, {"use_sliding_window": False})
+        shared = {"shared_experts": 1, "shared_ffn_hidden_size": hf.needed(config, "shared_expert_intermediate_size")}
+        return hf.common(config) | {
+            "qkv_bias": "on" if config.get("qkv_bias", True) else "off",
+            "moe": hf.qwen_experts(config) | shared,
+        }
+
+    def to_hf(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the family's keys of config.json."""
+        return hf.qwen_experts_to_hf(model) | {
+            "attention_bias": False,
+            "qkv_bias": self.has_qkv_bias(model),
+            "shared_expert_intermediate_size": model.moe.shared_width,
+            "use_sliding_window": False,
+        }

@@ -25,7 +25,7 @@ def test_a_closure_has_the_packages_above_and_nothing_for_types_alone(tmp_path):
 
 
 NOT_NEEDED = (
-    *("convert", "report", "launch", "families.deepseek_v32", "data.megatron.indexed", "data.preferences"),
+    *("convert", "report", "launch", "families.deepseek", "data.megatron.indexed", "data.preferences"),
     *("rl.engines.served", "rl.engines.native", "rl.environments", "rl.models", "rl.rewards.from_model"),
     *("model.layers.delta", "model.layers.indexed", "model.layers.cpu", "model.adapters", "model.layers.adapters"),
     *("metrics.loggers", "data.index_file", "config.other_names", "rl.step.trace"),
