@@ -5,15 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.checks.preferences import check_dpo, check_rm
 from mcore_rl.checks.rl_run import check_rl
 from mcore_rl.checks.run import check
-from mcore_rl.checks.sft import check_sft
+from mcore_rl.checks.tuning import check_dpo, check_rm, check_sft
+from mcore_rl.config import TRAININGS
 from mcore_rl.config.preferences import DPOConfig, RewardModelConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PretrainConfig, RunConfig
 from mcore_rl.config.sft import SFTConfig
-from mcore_rl.config.trainings import TRAININGS
 from mcore_rl.errors import ConfigError
 from mcore_rl.storage.run_config import load_run_config
 

@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.config import TRAININGS
 from mcore_rl.config.recipes import cluster_file
 from mcore_rl.config.toml import toml_value
-from mcore_rl.config.trainings import TRAININGS
 from mcore_rl.errors import ConfigError
 
 BYTES_PER_UNIT = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

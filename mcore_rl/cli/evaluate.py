@@ -9,9 +9,9 @@ from typing import TypeVar
 from torch import nn
 
 from mcore_rl.checks.model import lora_violations
-from mcore_rl.checks.preferences import check_rm
 from mcore_rl.checks.rl_run import check_rl
 from mcore_rl.checks.run import refuse, refuse_nothing_to_evaluate
+from mcore_rl.checks.tuning import check_rm
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.load import kind_of
 from mcore_rl.config.model import ModelConfig

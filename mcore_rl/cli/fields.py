@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 
 from mcore_rl.cli.cli import parser_of
 from mcore_rl.cli.commands import COMMANDS
+from mcore_rl.config import TRAININGS
 from mcore_rl.config.describe import SectionDoc, describe, describe_sections
 from mcore_rl.config.kinds import KINDS
 from mcore_rl.config.recipes import CLUSTERS, recipe_files, recipes
-from mcore_rl.config.trainings import TRAININGS
 from mcore_rl.errors import ConfigError
 
 KEY_WIDTH = 26

@@ -1,4 +1,4 @@
-"""Qwen3-MoE and Qwen2-MoE: softmax routing over many small experts, without a shared expert, or with one and its gate."""
+"""Qwen3-MoE and Qwen2-MoE: softmax routing over many small experts, without a shared expert, or with a gated one."""
 
 from typing import Any
 

@@ -156,7 +156,7 @@ class JobScript:
     """Absolute path of a file of NAME=value lines, which the job reads when it starts; empty for none."""
 
     bind: bool = False
-    """Whether each rank is bound to the cores near its GPU: see mcore_rl/workers/binding.py."""
+    """Whether each rank is bound to the cores near its GPU: see mcore_rl/workers/rank_process.py."""
     node_check: bool = True
     """Whether mcore_rl.cli.node_check runs on all nodes first."""
     gpus_per_node: int = 0

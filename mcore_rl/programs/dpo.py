@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mcore_rl.checks.preferences import check_dpo
+from mcore_rl.checks.tuning import check_dpo
 from mcore_rl.config.preferences import DPOConfig
 from mcore_rl.families import allows_te
 from mcore_rl.megatron import platform as platforms

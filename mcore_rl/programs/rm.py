@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from mcore_rl.checks.preferences import check_rm
+from mcore_rl.checks.tuning import check_rm
 from mcore_rl.config.preferences import RewardModelConfig
 from mcore_rl.families import allows_te
 from mcore_rl.megatron import platform as platforms

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mcore_rl.checks.sft import check_sft
+from mcore_rl.checks.tuning import check_sft
 from mcore_rl.config.sft import SFTConfig
 from mcore_rl.data.answer_ends import end_tokens, no_end_warning
 from mcore_rl.data.chat import load_chat

@@ -37,7 +37,7 @@ class Patch:
     put: str | bool | None = None
     """The replacement: a string names ours, `module:name` in this folder."""
     answer: bool | int | None = None
-    """What a function that takes the symbol's place always returns."""
+    """Value that a function in the place of the symbol always returns."""
     cause: Cause = "no CUDA"
     reason: str = "Megatron asks torch.cuda whatever the device"
     until: str = "Megatron asks its config for the device"

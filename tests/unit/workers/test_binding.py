@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from mcore_rl.workers.binding import RANKS_PER_NODE, Core, allowed_cores, bind, by_numa, divide, visible_gpus
+from mcore_rl.workers.rank_process import RANKS_PER_NODE, Core, allowed_cores, bind, by_numa, divide, visible_gpus
 
 SOCKETS = [Core(threads=(i, i + 8), numa=i // 4) for i in range(8)]
 """Two NUMA nodes of four cores with two hardware threads each."""
@@ -70,7 +70,7 @@ def test_without_gpus_or_where_the_kernel_knows_no_node_cores_are_divided_in_ord
 SHOWS = """
 import os, subprocess, sys
 from pathlib import Path
-from mcore_rl.workers.binding import bind
+from mcore_rl.workers.rank_process import bind
 line = bind(int(sys.argv[1]), Path(sys.argv[2]))
 print(line)
 print(os.environ["CUDA_VISIBLE_DEVICES"], os.environ["CUDA_DEVICE_ORDER"])

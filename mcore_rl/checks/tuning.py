@@ -1,10 +1,10 @@
-"""Checks that all trainings on preferences share: of their data, its lengths and batches."""
+"""Checks that the settings of fine-tuning, of reward models and of preference optimisation are compatible."""
 
 from collections.abc import Iterator
 
 from mcore_rl.checks.mesh import unequal_length_violations
 from mcore_rl.checks.model import unused
-from mcore_rl.checks.run import chat_violations, refuse, run_violations, weight_violations
+from mcore_rl.checks.run import batch_violations, chat_violations, refuse, run_violations, weight_violations
 from mcore_rl.config.preferences import (
     DPOConfig,
     DPOSection,
@@ -12,6 +12,22 @@ from mcore_rl.config.preferences import (
     PreferenceRunConfig,
     RewardModelConfig,
 )
+from mcore_rl.config.sft import SFTConfig
+
+
+def check_sft(config: SFTConfig, world_size: int) -> None:
+    """Raise a ConfigError that lists everything wrong with running `config` on `world_size` ranks, if anything is."""
+    data = config.data
+    no_data = 'data.train is empty. Name files of JSON lines with "messages", or "prompt" and "response".'
+    refuse(
+        [
+            *run_violations(config, world_size, data.seq_length, "data.seq_length"),
+            *batch_violations(config.train, config.mesh, world_size),
+            *([] if data.train else [no_data]),
+            *weight_violations("data.train_weights", data.train_weights, "data.train", data.train),
+            *chat_violations(data.tokenizer, data.chat_template, "conversations"),
+        ]
+    )
 
 
 def preference_violations(config: PreferenceRunConfig, world_size: int) -> Iterator[str]:
