@@ -73,7 +73,8 @@ EMITTED_BY: dict[str, tuple[str, ...]] = {
         "rollout/mismatch_kl_staleness_nats",
         "rollout/mismatch_kl_*_routes_stale_nats",
     ),
-    "rl through servers": ("servers/*",),
+    "rl through servers": ("servers/[!s]*",),
+    "rl with servers on the same GPUs": ("servers/*",),
     "rl of adapters through servers": ("lora/*",),
     "rl with a critic": (
         "critic/*",

@@ -152,6 +152,7 @@ class FakeServer:
     """(path, fault): the next call of the path that is none of the probe's has the fault. "always" before the name:
     every such call."""
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    with_query: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     version: str = "default"
     tokens_before_pause: int = 0
     """Tokens that a request has when it meets a pause. They keep their logprobs, and go through the model once more
@@ -169,6 +170,15 @@ class FakeServer:
     """Whether a failed update has left modules of vLLM with a part of their weights: what comes next is wrong."""
     misuses: list[str] = field(default_factory=list)
     """Calls that the real server swallows, dies of or does not know."""
+    keeps_weights: bool = False
+    """SGLang's --enable-weights-cpu-backup: whether weights are kept while their memory is released."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Bytes of a GPU that are released by the name of a tag."""
+    total_bytes: int = 0
+    """Bytes of the GPU; 0: there is room for everything."""
+    other_bytes: Callable[[], int] = lambda: 0
+    """Bytes of the GPU that others have."""
+    on_hang: Callable[[str], None] = lambda path: None
     may_be_misused: bool = False
 
     def __enter__(self) -> "FakeServer":
@@ -200,6 +210,10 @@ class FakeServer:
             self.state.add("paused")
 
     @property
+    def resident_bytes(self) -> int:
+        return 0 if self.is_dead else sum(size for tag, size in self.sizes.items() if tag not in self.state)
+
+    @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
@@ -209,13 +223,17 @@ class FakeServer:
     def bodies(self, path: str) -> list[dict[str, Any]]:
         return [body for called, body in self.calls if called == path]
 
+    def queried(self) -> list[tuple[str, dict[str, Any]]]:
+        """Calls but for completions, with the fields of the body and, as texts, of the address."""
+        return [(path, fields) for path, fields in self.with_query if path != GENERATE[self.kind]]
+
     def rollouts(self) -> list[dict[str, Any]]:
         """Requests for completions but those of the probe."""
-        return [body for body in self.bodies(GENERATE[self.kind]) if not _is_of_probe(body)]
+        return [body for body in self.bodies(GENERATE[self.kind]) if not is_of_probe(body)]
 
     def fault_of(self, path: str, body: Mapping[str, Any]) -> str | None:
-        if path == GENERATE[self.kind] and _is_of_probe(body):
-            return None
+        if path == GENERATE[self.kind] and is_of_probe(body):
+            path = "probe"
         with self.lock:
             for index, (at, fault) in enumerate(self.faults):
                 if at == path:
@@ -228,6 +246,7 @@ class FakeServer:
     def answer(self, path: str, query: str, body: dict[str, Any], fault: str | None) -> Any:
         """The JSON of an answer, a Refusal, or None: the server dies."""
         self.calls.append((path, body))
+        self.with_query.append((path, {name: texts[-1] for name, texts in parse_qs(query).items()} | body))
         call = PROTOCOLS[self.kind].get(path)
         if call is None:
             return self._misused(f"{path}: no such path", 404)
@@ -256,8 +275,21 @@ class FakeServer:
         with self.lock:
             self.state |= {name for name in call.sets if name != "tags"} | (tags if "tags" in call.sets else set())
             self.state -= {name for name in call.clears if name != "tags"} | (tags if "tags" in call.clears else set())
+            if path == "/sleep" and values["level"] == 0:
+                self.state -= set(TAGS["vllm"])
+            if (path == "/sleep" and values["level"] == 2) or (
+                path == "/release_memory_occupation" and "weights" in tags and not self.keeps_weights
+            ):
+                self.state.add("discarded")
+            there = self.resident_bytes + self.other_bytes()
+            if "tags" in call.clears and self.total_bytes and there > self.total_bytes:
+                self.misuses.append(f"{path}: out of memory: {there} of {self.total_bytes} bytes")
+                self.is_dead = True
+                return None
             if "tags" in call.clears and self.kind == "vllm" and self.state & set(TAGS["vllm"]):
                 self.state.add("paused")  # partly awake
+            if path in ("/sleep", "/wake_up"):
+                found = {"status": "sleeping" if self.state & set(TAGS["vllm"]) else "awake"}
             self.lock.notify_all()
         return found
 
@@ -270,6 +302,8 @@ class FakeServer:
             return bool(tags & self.state)
         if when == "tags awake":
             return bool(tags - self.state)
+        if when == "cache first":
+            return "kv_cache" in tags and "weights" in self.state - tags
         if when == "computing":
             return self.num_open > 0 and "paused" not in self.state
         return when in self.state if not when.startswith("not ") else when.removeprefix("not ") not in self.state
@@ -473,7 +507,7 @@ def _of_query(query: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _is_of_probe(body: Mapping[str, Any]) -> bool:
+def is_of_probe(body: Mapping[str, Any]) -> bool:
     return str(body.get("request_id") or body.get("rid") or "probe-").startswith("probe-")
 
 
@@ -515,6 +549,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if fault == "hang":
             fake.calls.append((parts.path, body))
+            fake.on_hang("probe" if parts.path == GENERATE[fake.kind] and is_of_probe(body) else parts.path)
             fake.ended.wait(HANG_S)
             return
         if fault in ("status_500", "refused"):
@@ -560,6 +595,7 @@ def main() -> None:
     parser.add_argument("--model", "--model-path", required=True)
     parser.add_argument("--logprobs-mode", default=FakeServer.logprobs_mode)
     parser.add_argument("--die", action="store_true")
+    parser.add_argument("--hang", default="", help="PATH#N: its N-th call hangs, and a line says so")
     arguments, others = parser.parse_known_args()
     with open(f"{arguments.model}/config.json") as file:
         vocab = json.load(file)["vocab_size"]
@@ -568,7 +604,21 @@ def main() -> None:
     if arguments.die:
         raise SystemExit("no memory left for the model")
     settings = {"host": arguments.host, "port": arguments.port, "logprobs_mode": arguments.logprobs_mode}
-    with FakeServer(TableAnswers(vocab), **settings) as server:
+    kind = "sglang" if "--model-path" in sys.argv else "vllm"
+    path, _, nth = arguments.hang.partition("#")
+    faults = [(path, "none")] * (int(nth or 1) - 1) + [(path, "hang")] if path else []
+
+    def say(line: str) -> None:
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+
+    class Said(list[str]):
+        def append(self, misuse: str) -> None:
+            say(f"misused: {misuse}")
+
+    server = FakeServer(TableAnswers(vocab), kind, faults=faults, on_hang=lambda at: say(f"hangs at {at}"), **settings)
+    server.misuses = Said()
+    with server:
         server.ended.wait()
 
 

@@ -28,15 +28,25 @@ OWN_ARGUMENTS = frozenset(
     }
 )
 """Arguments that are derived from the config's fields."""
+SHARED_ARGUMENTS = frozenset(
+    {
+        *("--enable-sleep-mode", "--kv-cache-memory-bytes", "--gpu-memory-utilization"),
+        *("--enable-memory-saver", "--mem-fraction-static", "--enable-weights-cpu-backup"),
+    }
+)
+"""Arguments that are derived from the memory that the trainer leaves, with rl.engine.share_gpus."""
 
 
-def engine_violations(config: RlRunConfig) -> Iterator[str]:
-    """Yield a sentence for each reason why `config` cannot generate completions with its engine."""
+def engine_violations(config: RlRunConfig, world_size: int) -> Iterator[str]:
+    """Yield a sentence for each reason why `config` cannot generate completions with its engine on `world_size`
+    ranks.
+    """
     engine = config.rl.engine
     if isinstance(engine, NativeConfig) and engine.cuda_graphs is True:
         yield from _graphs(config.mesh, config.model, config.platform)
     if isinstance(engine, ServedConfig):
-        yield from _servers(engine, config.platform.device)
+        yield from _servers(engine)
+        yield from _shared(engine, config, world_size) if engine.share_gpus else _places(engine, config.platform.device)
         yield from _completions(engine, config)
         yield from _adapters(engine, config.lora, config.model, config.rl.rollout.max_staleness)
 
@@ -59,7 +69,49 @@ def _graphs(mesh: MeshConfig, model: ModelConfig, platform: PlatformConfig) -> I
         )
 
 
-def _servers(engine: ServedConfig, device: str) -> Iterator[str]:
+def _shared(engine: ServedConfig, config: RlRunConfig, world_size: int) -> Iterator[str]:
+    """Check that servers and trainer can take turns on the GPUs of the ranks."""
+    wanted, size, rl = "rl.engine.share_gpus=true", engine.tensor_parallel, config.rl
+    yield from unused(
+        "rl.engine",
+        engine,
+        (True, "count urls devices api_key_env ca_file", f"{wanted}: the run starts servers on the GPUs of its ranks"),
+    )
+    if world_size % size:
+        yield (
+            f"rl.engine.tensor_parallel={size} with {wanted} on {world_size} ranks: each server takes the GPUs of "
+            f"{size} of them. Set it to a divisor."
+        )
+    elif engine.min_servers > world_size // size:
+        yield f"rl.engine.min_servers={engine.min_servers} of {world_size // size} servers. Lower it."
+    if engine.broadcasts:
+        yield (
+            f'{wanted} with rl.engine.transport="nccl": NCCL has no group with two processes on one GPU. Set '
+            'transport="files".'
+        )
+    if rl.rollout.max_staleness:
+        yield (
+            f"{wanted} with rl.rollout.max_staleness={rl.rollout.max_staleness}: the servers sleep while the policy "
+            "trains. Set max_staleness=0, or give servers GPUs of their own."
+        )
+    stores = {"rl.update.store": rl.update.store}
+    if config.critic is not None:
+        stores["rl.advantage.critic.store"] = config.critic.store
+    for name, store in stores.items():
+        if store == "device":
+            yield (
+                f'{wanted} with {name}="device": the optimizer state would stay where the servers need the memory. Set '
+                'it to "host".'
+            )
+    if rl.reward.model_parts:
+        yield (
+            f"{wanted} with rl.reward.parts={toml_value(list(rl.reward.model_parts))}: a reward model scores while the "
+            "servers have the memory of the GPUs. Name a reward server (http:URL), or give servers GPUs of their own."
+        )
+
+
+def _places(engine: ServedConfig, device: str) -> Iterator[str]:
+    """Check where the servers are that have GPUs of their own."""
     total = engine.count or len(engine.urls)
     if bool(engine.count) == bool(engine.urls):
         yield (
@@ -79,7 +131,6 @@ def _servers(engine: ServedConfig, device: str) -> Iterator[str]:
     if len(set(engine.urls)) < len(engine.urls):
         yield f"rl.engine.urls={toml_value(list(engine.urls))} names a server twice. Take one out."
     cause = f"rl.engine.count={engine.count}: servers that are started are reached on their own machine, without a key"
-    at_urls = "rl.engine.urls, whose servers were started with a model"
     has_https = any(url.startswith("https://") for url in engine.urls)
     yield from unused(
         "rl.engine",
@@ -87,20 +138,29 @@ def _servers(engine: ServedConfig, device: str) -> Iterator[str]:
         (bool(engine.count), "api_key_env", cause),
         (not has_https, "ca_file", "rl.engine.urls, none of which is https"),
         (device == "cpu", "devices", 'platform.device="cpu"'),
-        (engine.broadcasts, "transport_dir", 'rl.engine.transport="nccl"'),
-        (engine.lora == "merged", "base_model", 'rl.engine.lora="merged": servers get all weights from the trainer'),
-        (engine.lora == "adapter" and not engine.count, "base_model", at_urls),
     )
-    if own := [argument for argument in engine.args if argument.split("=")[0] in OWN_ARGUMENTS]:
-        yield (
-            f"rl.engine.args names {', '.join(own)}, which the run sets by its own fields. Take it out, and set the "
-            "field."
-        )
     wanted = engine.count * engine.tensor_parallel
     if engine.devices and (len(engine.devices) != wanted or len(set(engine.devices)) != wanted):
         yield (
             f"rl.engine.devices={list(engine.devices)}: rl.engine.count={engine.count} servers of tensor_parallel="
             f"{engine.tensor_parallel} take {wanted} different GPUs. Name as many."
+        )
+
+
+def _servers(engine: ServedConfig) -> Iterator[str]:
+    at_urls = "rl.engine.urls, whose servers were started with a model"
+    yield from unused(
+        "rl.engine",
+        engine,
+        (engine.broadcasts, "transport_dir", 'rl.engine.transport="nccl"'),
+        (engine.lora == "merged", "base_model", 'rl.engine.lora="merged": servers get all weights from the trainer'),
+        (engine.lora == "adapter" and not engine.is_started, "base_model", at_urls),
+    )
+    own_arguments = OWN_ARGUMENTS | (SHARED_ARGUMENTS if engine.share_gpus else frozenset())
+    if own := [argument for argument in engine.args if argument.split("=")[0] in own_arguments]:
+        yield (
+            f"rl.engine.args names {', '.join(own)}, which the run sets by its own fields. Take it out, and set the "
+            "field."
         )
 
 
@@ -111,9 +171,9 @@ def _adapters(engine: ServedConfig, lora: LoraConfig, model: ModelConfig, max_st
     if not lora.is_on:
         yield f'{wanted} with lora.rank="none": the policy has no adapters. Set rl.engine.lora="merged".'
         return
-    if engine.count and engine.base_model is None:
+    if engine.is_started and engine.base_model is None:
         yield (
-            f"{wanted} with rl.engine.count={engine.count}, and no rl.engine.base_model: the servers have to load the "
+            f"{wanted} with servers that the run starts, and no rl.engine.base_model: the servers have to load the "
             "base by themselves. Name a Hugging Face folder of it (`mcore-rl convert export` makes one)."
         )
     if engine.broadcasts:
@@ -147,7 +207,7 @@ def _completions(engine: ServedConfig, config: RlRunConfig) -> Iterator[str]:
             f"with the longest completion, as a server cuts longer completions without a word, and at most "
             f'model.max_position={model.max_position}. Set it to "auto".'
         )
-    if replay.wants_engine_routes and kind == "vllm" and engine.count and config.platform.device == "cpu":
+    if replay.wants_engine_routes and kind == "vllm" and engine.is_started and config.platform.device == "cpu":
         yield (
             f'rl.engine.kind="vllm" on platform.device="cpu" with replay.kind="{replay.kind}"'
             f"{', observe_rollout=true' if replay.observe_rollout else ''}: vLLM records no routes on CPUs. Set "

@@ -25,7 +25,7 @@ def check_rl(config: RlRunConfig, world_size: int) -> None:
             *run_violations(config, world_size, config.packed_length, length_field),
             *unequal_length_violations(config.model, config.mesh),
             *rl_violations(config.rl),
-            *engine_violations(config),
+            *engine_violations(config, world_size),
             *replay_violations(config.replay, config.model),
             *chat_violations(config.data.tokenizer, config.data.chat_template, "prompts"),
             *_lengths(config),

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import LayerKind, ModelConfig
-from mcore_rl.config.rl.rollout import InProcessConfig
+from mcore_rl.config.rl.rollout import InProcessConfig, ServedConfig
 from mcore_rl.families import family_of
 from mcore_rl.planning.activations import LayerActivations
 from mcore_rl.planning.step import chunks_in_flight, most_kept
@@ -25,6 +25,7 @@ from mcore_rl.planning.weights import (
     Weights,
     delta_state_bytes,
     layer_kinds_by_stage,
+    layer_weights,
     layers_by_chunk,
     layers_by_stage,
     weights_by_stage,
@@ -38,6 +39,59 @@ OFFLOADED_BYTES = 16
 """Bytes of main memory for an offloaded weight: fp32 weight, two moments, and the gradient."""
 FP8_COPIES_BYTES = 2
 """Bytes of the 8-bit copies of a weight and of its transpose that TransformerEngine keeps."""
+
+
+SERVER_REST_BYTES = 4 * GIB
+"""Bytes of a GPU that a server keeps while it sleeps: its context, NCCL's buffers and CUDA graphs."""
+SERVER_WORK_BYTES = 2 * GIB
+"""Bytes of a server's activations and logits."""
+STAGED_BUCKETS = 4
+"""Largest buckets of weights on a GPU in a push: gathered and sent, and on the server as they came and as it packs
+them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedServer:
+    """Bytes of an inference server on each of the trainer's GPUs that it shares (rl.engine.share_gpus)."""
+
+    weights: int
+    bucket: int
+    """The largest bucket of a push."""
+    token: int
+    """Keys and values of a token."""
+    sample: int
+    """Keys and values of the longest sample."""
+    keeps_weights: bool
+    """Whether the weights wait in main memory while the server sleeps, because a push does not send them."""
+
+    @property
+    def push(self) -> int:
+        """Bytes in a push, before keys and values are back."""
+        return SERVER_REST_BYTES + self.weights + STAGED_BUCKETS * self.bucket
+
+    @property
+    def generate(self) -> int:
+        """Bytes in a rollout, without keys and values."""
+        return SERVER_REST_BYTES + self.weights + SERVER_WORK_BYTES
+
+
+def shared_server(training: Training) -> SharedServer | None:
+    """Return the memory of each server on the GPUs of the ranks; None if there are none."""
+    engine = None if training.rollouts is None else training.rollouts.engine
+    if not isinstance(engine, ServedConfig) or not engine.share_gpus:
+        return None
+    model, parts = training.model, engine.tensor_parallel
+    element = 4 if "fp32" in (engine.dtype, training.platform.precision * (engine.dtype == "auto")) else 2
+    (whole,) = weights_by_stage(model, MeshConfig())
+    layers = (layer_weights(model, MeshConfig(), kind).total for kind in model.all_kinds)
+    token = 2 * model.num_layers * max(1, model.num_kv_heads // parts) * model.head_dim * element
+    return SharedServer(
+        weights=whole.bytes(element) // parts,
+        bucket=max(*layers, model.padded_vocab_size * model.hidden_size) * element,
+        token=token,
+        sample=training.sample_length * token,
+        keeps_weights=engine.lora == "adapter",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +127,8 @@ class Memory:
     """The same in the passes without gradient, with the largest of the models that come to the device for them."""
     saving_models: int = 0
     """The same while a checkpoint is written or read."""
+    server: SharedServer | None = None
+    """The inference server that has a part of its memory on the same GPU; None if there is none."""
 
     @property
     def main_memory(self) -> int:
@@ -86,18 +142,24 @@ class Memory:
 
     @property
     def phases(self) -> dict[str, int]:
-        """Bytes in use in each phase; without reinforcement learning there are no rollouts and scoring passes."""
+        """Bytes in use in each phase; without reinforcement learning there are no rollouts and scoring passes. Servers
+        on the same GPU sleep but in a push of weights to them, and while they generate at least one sample at a time.
+        """
         in_use = {
             "rollout": self.rollout_models + self.rollout_cache,
             "scoring": self.scoring_models,
             "update": self.permanent + self.activations + self.recomputed + self.logits,
             "checkpoint": self.saving_models,
         }
+        if self.server is not None:
+            in_use = {phase: size + SERVER_REST_BYTES for phase, size in in_use.items() if phase != "rollout"}
+            in_use["push"] = self.rollout_models + self.server.push
+            in_use["generate"] = self.rollout_models + self.server.generate + self.server.sample
         return {phase: self.routes + size for phase, size in in_use.items()}
 
     @property
     def total(self) -> int:
-        """Largest number of bytes in use at one time: in an update, a rollout, a scoring pass, or a save."""
+        """Largest number of bytes in use at one time, of all phases."""
         return max(self.phases.values())
 
     def describe(self) -> str:
@@ -255,8 +317,9 @@ class StageMemory:
         activations, recomputed = self._activations(stage)
         lasting = always + sum(model.resident for model in trained)
         routes = routes_of_rank(training, stage)
-        rollouts = training.rollouts
+        rollouts, server = training.rollouts, shared_server(training)
         return Memory(
+            server=server,
             stage=stage,
             updated=updated.on_ranks.name,
             weights=weights,
@@ -273,7 +336,8 @@ class StageMemory:
                 (0 if model.on_ranks.weights_stay else model.stored_weights) + model.optimizer
                 for model in models
                 if model.on_ranks.on_host
-            ),
+            )
+            + (server.weights if server is not None and server.keeps_weights else 0),
             rollout_models=0 if rollouts is None else lasting,
             scoring_models=0 if rollouts is None else lasting + max(visitors),
             saving_models=always

@@ -112,7 +112,7 @@ def engine_of(training: Training, server_gpus: int, rates: Rates) -> Engine | No
             layer_s=rates.decode_layer_native_s,
         )
     tp = engine.tensor_parallel
-    replicas = server_gpus // tp or engine.count
+    replicas = training.world_size // tp if engine.share_gpus else server_gpus // tp or engine.count
     if not replicas:
         return None
     return Engine(

@@ -9,7 +9,7 @@ from mcore_rl.config.cluster import RatesConfig
 from mcore_rl.config.toml import toml_value
 from mcore_rl.planning.device import Rates
 from mcore_rl.planning.estimate import Estimate, Place, StepEstimate
-from mcore_rl.planning.memory import GIB, disk_of
+from mcore_rl.planning.memory import GIB, SERVER_REST_BYTES, Memory, SharedServer, disk_of
 from mcore_rl.planning.rollout import PUBLISHED_FACTORS
 from mcore_rl.planning.search import SPARE, WITHIN, Choice, Search, toml_lines
 from mcore_rl.planning.training import Rollouts, Training
@@ -31,9 +31,13 @@ def estimate_lines(plan: Estimate) -> Iterator[str]:
     fullest = plan.fullest
     names = " and ".join(model.name for model in plan.training.models if model.on_host)
     if fullest.host:
+        if fullest.server is not None and fullest.server.keeps_weights:
+            names += " and for sleeping servers"
         yield f"        main memory for the {names}: {_node_gib(plan, fullest.host):,.0f} GiB a node"
     if phases := phases_text(plan):
         yield f"        {phases}"
+    if fullest.server is not None:
+        yield f"        {servers_text(plan, fullest, fullest.server)}"
     if fullest.host_routes:
         each = _node_gib(plan, fullest.host_routes)
         yield f"        main memory for routes (replay.store): {each:,.1f} GiB a node"
@@ -170,6 +174,27 @@ def phases_text(plan: Estimate) -> str:
     )
 
 
+def servers_text(plan: Estimate, memory: Memory, server: SharedServer) -> str:
+    """Return the memory of the phases in which the servers on the ranks' GPUs are awake, and what is left for keys and
+    values.
+    """
+    phases, text = memory.phases, ""
+    generate = phases["generate"] - server.sample
+    if not isinf(plan.place.room_bytes):
+        room = max(0.0, plan.place.room_bytes - generate)
+        samples = room / server.sample
+        verdict = "" if samples >= 1 else "DOES NOT FIT: "
+        text = (
+            f", and {verdict}{_gib(room)} GiB of keys and values: {room / server.token:,.0f} tokens, "
+            f"{samples:,.{0 if samples >= 1 else 1}f} completions at a time of the longest"
+        )
+    rest = SERVER_REST_BYTES / GIB
+    return (
+        f"servers on the same GPUs, each on {plan.training.rollouts.engine.tensor_parallel}: push "
+        f"{_gib(phases['push'])} GiB, generate {_gib(generate)}{text}; asleep {rest:g}"
+    )
+
+
 def _step_lines(plan: Estimate, timed: StepEstimate) -> Iterator[str]:
     yield f"{plan.training.step_name:7} {span_text(plan)}"
     shares = [
@@ -240,7 +265,8 @@ def world_line(plan: Estimate) -> str:
     """Return a size of the world with its memory, whether it fits, its seconds, and the hours of the whole run."""
     training, world, fits = plan.training, plan.training.world_size, "yes" if plan.fits else "no"
     if training.rollouts is not None:
-        phases = [max(stage.phases[name] for stage in plan.stages) for name in ("rollout", "scoring", "update")]
+        first = "rollout" if plan.fullest.server is None else "generate"
+        phases = [max(stage.phases[name] for stage in plan.stages) for name in (first, "scoring", "update")]
         rollout, scoring, update = (_gib(size) for size in phases)
         line = f"{world:>7} {rollout:>8} {scoring:>8} {update:>7} {fits:>5}"
         if plan.rl is None:

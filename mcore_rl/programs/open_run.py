@@ -65,7 +65,10 @@ def is_done(config: RunConfig, platform: Platform) -> bool:
 
 @contextmanager
 def open_run(
-    config: RunConfig, platform: Platform, orders: Mapping[str, dict[str, str]] = MappingProxyType({})
+    config: RunConfig,
+    platform: Platform,
+    orders: Mapping[str, dict[str, str]] = MappingProxyType({}),
+    before_models: Callable[[], None] | None = None,
 ) -> Iterator[Run]:
     """Collective over the world: become the only writer of `config.run_dir`, and resume the run in the folder.
 
@@ -78,6 +81,7 @@ def open_run(
         platform: The platform of this rank; its process group is up.
         orders: Field -> source -> further values, besides fields and files, that the order of its data depends on;
             recorded and compared on resume like the contents of files.
+        before_models: Called once the folder is this run's, before models take memory; None: nothing.
 
     Yields:
         The run at the step of its last checkpoint, of `checkpoint.load`, or at step 0.
@@ -95,6 +99,8 @@ def open_run(
     with full_disk_explained(folder.path), Watchdog(limits, platform.rank) as watchdog:
         fence = folder.claim()
         platform, changed_layers = keep_layers(config.platform, platform, folder)
+        if before_models is not None:
+            before_models()
         state = set_up(config, platform)
         inputs = {**on_rank_zero(lambda: contents_of_inputs(inputs_of(config)) | {"code": extensions}), **orders}
         checkpoints = Checkpoints(state, folder.checkpoints, fence, inputs)

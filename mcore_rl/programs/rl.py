@@ -67,11 +67,18 @@ def train(config: RlRunConfig) -> None:
         failed_at_start = on_rank_zero(lambda: try_reward_of(config.rl, prompts))
         teacher_sources = on_rank_zero(lambda: sources_of_teachers(config, prompts))
         with ExitStack() as stack:
-            run = stack.enter_context(open_run(config, platform))
+            servers, before_models = None, None
+            if config.served is not None and config.served.share_gpus:
+                from mcore_rl.rl.engines.shared_gpus import SharedServers
+
+                servers = SharedServers(config, platform)
+                stack.callback(servers.close)
+                before_models = servers.start
+            run = stack.enter_context(open_run(config, platform, before_models=before_models))
             failures = FailureReport(run.log.message, run.folder.path)
             failures.add(failed_at_start)
             rollouts = stack.enter_context(
-                open_rollouts(config, prompts, run.state.chunks, run.state.mesh, platform, failures)
+                open_rollouts(config, prompts, run.state.chunks, run.state.mesh, platform, failures, servers)
             )
             if rollouts.models is not None:
                 # The models change this dict, and each checkpoint saves it.

@@ -17,7 +17,7 @@ from mcore_rl.megatron.agree import on_every_rank
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import Platform
 from mcore_rl.programs.inputs import load_matching_tokenizer
-from mcore_rl.rl.engines.base import Engine, asking, make_engine, sampling_of
+from mcore_rl.rl.engines.base import Decode, Engine, asking, make_engine, sampling_of
 from mcore_rl.rl.rewards.score import ANSWER_PARTS, FailureReport, Reward
 from mcore_rl.rl.rollouts.evaluation import greedy_baseline
 from mcore_rl.rl.rollouts.prompts import FilePrompts, PromptEncoder, PromptSource, held_out_prompts, train_prompts
@@ -27,6 +27,7 @@ from mcore_rl.train.state import Progress
 
 if TYPE_CHECKING:
     from mcore_rl.rl.agents.hold import AgentSessions
+    from mcore_rl.rl.engines.shared_gpus import SharedServers
     from mcore_rl.rl.environments.conversations import Conversations
     from mcore_rl.rl.rollouts.flow import GroupFlow
 
@@ -127,6 +128,28 @@ def _conversations(
     return Conversations(rl, engine, prompts.chat, mesh, workers)
 
 
+def _engine(
+    config: RlRunConfig,
+    chunks: Sequence[nn.Module],
+    mesh: Mesh,
+    platform: Platform,
+    decode: Decode,
+    servers: "SharedServers | None",
+) -> Engine:
+    if config.served is None or not config.served.share_gpus:
+        return make_engine(config, chunks, mesh, decode)
+    from mcore_rl.rl.engines.shared_gpus import SharedServers, shared_engine
+
+    if servers is None:
+        servers = SharedServers(config, platform)
+        try:
+            servers.start(has_models=True)
+        except BaseException:
+            servers.close()
+            raise
+    return shared_engine(servers, config, chunks, mesh, decode)
+
+
 @contextmanager
 def open_rollouts(
     config: RlRunConfig,
@@ -135,16 +158,18 @@ def open_rollouts(
     mesh: Mesh,
     platform: Platform,
     failures: FailureReport,
+    servers: "SharedServers | None" = None,
 ) -> Iterator[Rollouts]:
     """Collective over the world: create the engine on `chunks`, the reward models, and the worker processes for rewards
-    and environment, which end on exit. Failed scores are added to `failures` on rank 0.
+    and environment, which end on exit. Failed scores are added to `failures` on rank 0. Servers on the GPUs of the
+    ranks are started unless they were, as `servers`.
     """
     rl, tokenizer = config.rl, prompts.tokenizer
     with ExitStack() as stack:
         reward = None
         if runs_rewards(mesh):
             reward = stack.enter_context(Reward(rl.reward, max_new_tokens=rl.max_completion_tokens))
-        engine, models = make_engine(config, chunks, mesh, tokenizer.decode), None
+        models, engine = None, _engine(config, chunks, mesh, platform, tokenizer.decode, servers)
         stack.callback(engine.close)
         conversations = _conversations(rl, engine, prompts, mesh, stack)
         if rl.reward.model_parts:

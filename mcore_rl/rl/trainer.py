@@ -61,6 +61,7 @@ class RlTrainer(Trainer):
 
         # Prompts, a group of completions for each prompt, and their rewards. The cursor moves past the prompts.
         rollout = self.rollouts.take(progress.consumed_prompts)
+        self.rollouts.rest()
         progress.consumed_prompts += rollout.num_prompts
         step_log.generated(rollout)
 
@@ -91,10 +92,15 @@ class RlTrainer(Trainer):
             for minibatch in minibatches * self.config.rl.update.epochs:
                 report = learner.update(minibatch, advantages)
                 step_log.updated(minibatch, report)
+            after = learner.after_updates(minibatches)
 
-            # The next rollout is sampled by the updated policy.
-            self.rollouts.update_weights(self.state.progress.step)
-            step_log.pushed(learner.after_updates(minibatches))
+        # The next rollout is sampled by the updated policy. Its optimizer state has left: engines may need the memory.
+        self.rollouts.update_weights(self.state.progress.step)
+        step_log.pushed(after)
+
+    def _save(self) -> None:
+        self.rollouts.rest()  # a save brings the optimizer state to the device
+        super()._save()
 
     def _evaluate(self, *, is_last: bool) -> None:
         if not self.held_out:

@@ -310,6 +310,10 @@ class ServersConfig(EngineConfig):
     training, such as PYTORCH_CUDA_ALLOC_CONF and NCCL_ALGO."""
     tensor_parallel: PositiveInt = 1
     """GPUs of each server that is started."""
+    share_gpus: bool = False
+    """Start servers on the GPUs of the ranks, one for each `tensor_parallel` neighbouring ranks, instead of `count` or
+    `urls`: they sleep while the policy trains, and its optimizer state and gradients are in main memory
+    (rl.update.store = "host") while they generate."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Type of the servers' weights; `auto`: as platform.precision."""
     max_model_len: PositiveInt | Literal["auto"] = "auto"
@@ -357,6 +361,11 @@ class ServedConfig(ServersConfig):
     def broadcasts(self) -> bool:
         """Whether new weights reach the servers by a broadcast between GPUs instead of files."""
         return False
+
+    @cached_property
+    def is_started(self) -> bool:
+        """Whether the run starts the servers."""
+        return bool(self.count) or self.share_gpus
 
 
 class NativeConfig(InProcessConfig):

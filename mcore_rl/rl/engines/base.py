@@ -146,6 +146,17 @@ class AskingEngine(Engine, Protocol):
         """Return a group of `request_group`, which has all layers' routes, with only those of a pipeline stage."""
 
 
+@runtime_checkable
+class SharingEngine(Engine, Protocol):
+    """An engine that takes turns with the trainer: one of them has the memory of the GPUs."""
+
+    def wake(self) -> None:
+        """Collective over the world: take the memory, and the weights of the last `update_weights`, before requests."""
+
+    def rest(self) -> None:
+        """Collective over the world: give the memory back, unless that is done. No request may be in progress."""
+
+
 def asking_or_none(engine: Engine) -> AskingEngine | None:
     """Return the engine if it is outside of this process."""
     return engine if isinstance(engine, AskingEngine) else None

@@ -15,8 +15,9 @@ SWALLOWED: Final = 200
 """Status of a call that is answered as if it had succeeded, although it did nothing, or harm."""
 SESSION, PAUSED, COMPUTING = "session", "paused", "computing"
 WEIGHTS, KV_CACHE, CUDA_GRAPH = "weights", "kv_cache", "cuda_graph"
-"""Conditions of a server: a weight update is open; requests wait; requests are in progress and do not wait; and memory
-that was released, by the names of tags."""
+DISCARDED = "discarded"
+"""Conditions of a server: a weight update is open; requests wait; requests are in progress and do not wait; memory that
+was released, by the names of tags; and weights that were not kept when it was, and that no update has sent since."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,8 @@ class Refusal:
     """Answer to a call in a state in which the server does not do it."""
 
     when: str
-    """Condition; "not " before it: its opposite; "tags asleep" and "tags awake": a tag that is, or is not, released."""
+    """Condition; "not " before it: its opposite; "tags asleep" and "tags awake": a tag that is, or is not, released;
+    "cache first": the tags have the memory of keys and values while that of weights is released."""
     status: int
     """Status of the answer; DIES; SWALLOWED."""
     text: str
@@ -64,6 +66,8 @@ _query = partial(_post, place="query")
 NO_WEIGHTS = Refusal(WEIGHTS, DIES, "it touches weights whose memory was released")
 NO_CACHE = Refusal(KV_CACHE, DIES, "it touches keys and values whose memory was released")
 ON_META = Refusal(SESSION, DIES, "it computes with weights on the meta device")
+UNSENT = Refusal(DISCARDED, SWALLOWED, "it computes with weights that were discarded, and that no update has sent")
+CACHE_FIRST = Refusal("cache first", SWALLOWED, "keys and values take memory that the update of the weights needs")
 ADAPTER = {"lora_name": REQUIRED, "lora_path": REQUIRED}
 PAUSES = ("abort", "wait", "keep")
 VLLM: Mapping[str, Route] = {
@@ -86,6 +90,7 @@ VLLM: Mapping[str, Route] = {
         "v1/engine/core.py:997, executor/abstract.py:394; resumes what is wholly awake",
         {"tags": None},
         Refusal("tags awake", SWALLOWED, "nothing is woken, as a tag is not asleep"),
+        CACHE_FIRST,
         clears=("tags", PAUSED),
     ),
     "/release_kv_cache_memory": _query(
@@ -112,7 +117,7 @@ VLLM: Mapping[str, Route] = {
         "v1/worker/gpu_worker.py:1587",
         {"weight_version": None},
         Refusal(f"not {SESSION}", 500, "called without a matching start_weight_update"),
-        clears=(SESSION,),
+        clears=(SESSION, DISCARDED),
     ),
     "/update_weight_version": _post("rl/online/api_router.py:217", {"new_version": REQUIRED}, answer="success"),
     "/reset_prefix_cache": _query(
@@ -124,7 +129,7 @@ VLLM: Mapping[str, Route] = {
     "/inference/v1/generate": _post(
         "scale_out/token_in_token_out/protocol.py",
         {"token_ids": REQUIRED, "sampling_params": REQUIRED, "request_id": None, "model": None, "cache_salt": None},
-        *(ON_META, NO_WEIGHTS, NO_CACHE),
+        *(ON_META, NO_WEIGHTS, NO_CACHE, UNSENT),
     ),
     "/inference/v1/abort_requests": _post(
         "scale_out/token_in_token_out/api_router.py:79; an unknown id is answered with 200", {"request_ids": ()}
@@ -173,6 +178,7 @@ SGLANG: Mapping[str, Route] = {
         values={"load_format": ("auto", "safetensors", "pt")},
         wrong_value=400,
         answer="success",
+        clears=(DISCARDED,),
     ),
     "/update_weights_from_tensor": _post(
         "scheduler_components/weight_updater.py:232",
@@ -198,12 +204,13 @@ SGLANG: Mapping[str, Route] = {
         "scheduler_components/weight_updater.py:383",
         {"tags": None},
         Refusal("tags awake", DIES, "KeyError of a tag that is not released"),
+        CACHE_FIRST,
         clears=("tags",),
     ),
     "/generate": _post(
         "managers/io_struct.py:264",
         ASKED | {"return_logprob": False, "logprob_start_len": -1, "return_routed_experts": False},
-        *(NO_WEIGHTS, NO_CACHE),
+        *(NO_WEIGHTS, NO_CACHE, UNSENT),
     ),
     "/abort_request": _post(
         "managers/io_struct.py:2285; an unknown id is answered with 200", {"rid": "", "abort_all": False}

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from threading import Condition, Thread
+from typing import Self
 
 import numpy as np
 import torch
@@ -127,6 +128,44 @@ class ServedEngine:
         self._metrics: list[Metric] = []
         self._lines: list[str] = []
         self._num_unreached = 0
+        self.seconds: dict[str, float] = {}
+        """Seconds of the last update by phase, as `PushReport` has them."""
+
+    @classmethod
+    def of_config(
+        cls,
+        config: RlRunConfig,
+        chunks: Sequence[nn.Module],
+        mesh: Mesh,
+        decode: Decode,
+        api_at: Callable[[str], ServerApi],
+        fleet: ServerFleet | None = None,
+        *,
+        salt: str,
+    ) -> Self:
+        """Collective over the pipeline stages: create the engine of a config, with the other arguments of the class."""
+        engine, tokenizer = config.served, config.data.tokenizer
+        assert engine is not None
+        vocab_size = config.model.vocab_size if tokenizer.kind == "none" else load_tokenizer(tokenizer).vocab_size
+        return cls(
+            api_at,
+            fleet,
+            chunks,
+            mesh,
+            config.model,
+            decode,
+            engine,
+            sampling=sampling_of(config.rl.rollout, (), vocab_size=vocab_size, with_routes=False),
+            capabilities=Capabilities(
+                max_tokens=served_length(config.longest_sample, config.model, engine),
+                routes=config.wants_engine_routes,
+                seeded=False,
+            ),
+            imposes_routes=config.replay.kind == "r3",
+            may_miss_routes=config.replay.missing != "error",
+            adapters=config.lora if engine.lora == "adapter" else None,
+            salt=salt,
+        )
 
     @property
     def asks(self) -> bool:
@@ -186,20 +225,8 @@ class ServedEngine:
         state, start_s = self._state, time.perf_counter()
         with state.lock:
             state.is_updating = True
-        lost = self._lost_anywhere()
-        fleet = self._fleet
-
-        def ready() -> list[str]:
-            assert fleet is not None
-            fleet.start_anew(lost)
-            return fleet.ready()
-
-        report = self._push_to(on_rank_zero(ready)).push(policy_version)
-        if fleet is not None:
-            fleet.start_anew(dict(report.failed))
-            fleet.write_status(report.living, policy_version)
-            self._lines += fleet.lines
-            fleet.lines.clear()
+        report = self._push_to(self._ready(self._lost_anywhere())).push(policy_version)
+        self._after_push(report.living, report.failed, policy_version)
         if report.num_unreached_experts != self._num_unreached:
             self._num_unreached = report.num_unreached_experts
             self._lines.append(
@@ -232,8 +259,32 @@ class ServedEngine:
             Metric("servers/update_bytes", report.num_bytes),
             Metric("servers/probe_nats", report.probe),
         ]
+        self.seconds = dict(report.seconds)
         if report.merge_loss is not None:
             self._metrics.append(Metric("lora/merge_loss", report.merge_loss))
+
+    def _ready(self, lost: Mapping[str, str]) -> list[str]:
+        """Collective over the world: start servers that were lost anew, and return the addresses of those to update."""
+        fleet = self._fleet
+
+        def ready() -> list[str]:
+            assert fleet is not None
+            fleet.start_anew(lost)
+            return fleet.ready()
+
+        return on_rank_zero(ready)
+
+    def _after_push(self, living: Sequence[str], failed: Mapping[str, str], version: int) -> None:
+        """Collective over the world: replace servers that failed in a push, and record those that have the weights."""
+        fleet = self._fleet
+        if fleet is not None:
+            fleet.start_anew(failed)
+            fleet.write_status(living, version)
+            self._lines += fleet.lines
+            fleet.lines.clear()
+
+    def _make_room(self) -> None:
+        """Do nothing: servers have GPUs of their own."""
 
     def describe(self) -> list[str]:
         """Return no lines: events of the servers are in `take_lines`."""
@@ -403,6 +454,7 @@ class ServedEngine:
             with state.lock:
                 del state.open_requests[name]
                 state.running[server] -= 1
+                state.lock.notify_all()
 
     def _is_living_after_update(self, server: str) -> bool:
         state = self._state
@@ -456,13 +508,14 @@ class ServedEngine:
         if self._push is None or self._push[0] != urls:
             apis = [self._api_at(url) for url in urls]
             self._push = urls, self._new_push(apis)
+            self._push[1].make_room = self._make_room
         return self._push[1]
 
     def _new_push(self, apis: Sequence[ServerApi]) -> WeightPush | AdapterPush:
         of_policy = (apis, self._chunks, self._mesh, self._model, self._config, self._sampling)
         if self._adapters is None:
             return WeightPush(*of_policy)
-        if self._fleet is not None and self._served_adapters is None:
+        if self._mesh.world.rank == 0 and self._served_adapters is None:
             self._served_adapters = ServedAdapters(transport_folder(self._config))
         return AdapterPush(*of_policy, lora=self._adapters, served=self._served_adapters)
 
@@ -483,10 +536,9 @@ def served_engine(config: RlRunConfig, chunks: Sequence[nn.Module], mesh: Mesh, 
     """Return the engine that generates on servers. With rl.engine.count, rank 0 starts the servers. Raises ConfigError
     if they would share the GPUs of the ranks.
     """
-    engine, folder, tokenizer = config.served, servers_folder(config.run_dir), config.data.tokenizer
-    assert engine is not None
+    engine, folder = config.served, servers_folder(config.run_dir)
+    assert engine is not None and not engine.share_gpus, "rl.engines.shared_gpus makes those"
     salt = on_rank_zero(lambda: secrets.token_hex(4))
-    vocab_size = config.model.vocab_size if tokenizer.kind == "none" else load_tokenizer(tokenizer).vocab_size
     api_at = server_apis(engine, config.model, Owner(salt, str(folder.parent.resolve())))
     on_gpu = next(chunks[0].parameters()).is_cuda
     if engine.count and on_gpu and not engine.devices:
@@ -505,22 +557,4 @@ def served_engine(config: RlRunConfig, chunks: Sequence[nn.Module], mesh: Mesh, 
             else None
         )
         fleet = ServerFleet(engine, api_at, folder, start)
-    return ServedEngine(
-        api_at,
-        fleet,
-        chunks,
-        mesh,
-        config.model,
-        decode,
-        engine,
-        sampling=sampling_of(config.rl.rollout, (), vocab_size=vocab_size, with_routes=False),
-        capabilities=Capabilities(
-            max_tokens=served_length(config.longest_sample, config.model, engine),
-            routes=config.wants_engine_routes,
-            seeded=False,
-        ),
-        imposes_routes=config.replay.kind == "r3",
-        may_miss_routes=config.replay.missing != "error",
-        adapters=config.lora if engine.lora == "adapter" else None,
-        salt=salt,
-    )
+    return ServedEngine.of_config(config, chunks, mesh, decode, api_at, fleet, salt=salt)

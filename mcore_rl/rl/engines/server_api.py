@@ -205,6 +205,8 @@ class ServerApi(ABC):
     """The value of rl.engine.kind."""
     TRIED: ClassVar[tuple[tuple[int, ...], tuple[int, ...]]]
     """The first version of the software that was tried or read, and the first later version that was not."""
+    RESUMES_AWAKE: ClassVar[bool]
+    """Whether the server computes again by itself once all of its memory is back."""
     KEEPS_ROUTES: ClassVar[bool]
     """Whether the routes of tokens that are computed again after an update are those that sampled them."""
     STEPS: ClassVar[Mapping[str, tuple[str, Mapping[str, Any]]]]
@@ -235,6 +237,8 @@ class ServerApi(ABC):
         """
         self._http, self._vocab_size, self._top_k = http, vocab_size, experts_per_token
         self._request_s, self._update_s, self.owner = request_timeout_s, update_timeout_s, owner
+        # Neither kind of server says what is released, and a call for what is not ends it or does nothing.
+        self._asleep: Literal["nothing", "cache", "all"] = "nothing"
 
     @property
     def url(self) -> str:
@@ -302,9 +306,39 @@ class ServerApi(ABC):
         """End a running request, so that its `generate` raises ServerError; does nothing if it is not running."""
         self._step("abort", limit_s=HEALTH_S, name=self.REQUEST_NAME + request_id)
 
+    @property
+    def is_asleep(self) -> bool:
+        """Whether memory is released, which only `pause` and `resume` bring back."""
+        return self._asleep != "nothing"
+
+    def sleep(self, *, keeps_weights: bool) -> None:
+        """Stop computing, and release the memory of weights, keys and values. Without `keeps_weights` the weights are
+        lost. No request may be in progress.
+        """
+        self._release(keeps_weights=keeps_weights)
+        self._asleep = "all"
+
+    @abstractmethod
+    def _release(self, *, keeps_weights: bool) -> None:
+        """Make the calls of `sleep`."""
+
+    def _wake(self, step: str, status: str) -> None:
+        """Bring memory back. Raises ServerError if the answer tells another state than `status`."""
+        answer = self._step(step)
+        if isinstance(answer, dict) and answer.get("status", status) != status:
+            raise ServerError(
+                f"{self.url}{self.STEPS[step][0]}: status 200, and the server is {answer['status']}, not {status}"
+            )
+
     def pause(self) -> None:
-        """Stop computing, without which an update ends the server. Running requests are kept, and new requests wait."""
-        self._step("pause")
+        """Stop computing, without which an update ends the server. Running requests are kept, and new requests wait. A
+        server that sleeps gets the memory of its weights back, and computes nothing either.
+        """
+        if self._asleep == "all":
+            self._wake("wake_weights", "sleeping")
+            self._asleep = "cache"
+        elif self._asleep == "nothing":
+            self._step("pause")
 
     def start_update(self) -> None:
         """Begin a weight update."""
@@ -324,12 +358,23 @@ class ServerApi(ABC):
         self._step("reset")
 
     def resume(self) -> None:
-        """Continue computing after a `pause`; does nothing if the server is not paused."""
-        self._step("resume")
+        """Continue computing after a `pause`; does nothing if the server is not paused. Memory of keys and values that
+        is released comes back first.
+        """
+        assert self._asleep != "all", "weights come first"
+        if self._asleep == "cache":
+            self._wake("wake_cache", "awake")
+            self._asleep = "nothing"
+            if not self.RESUMES_AWAKE:
+                self._step("resume")
+        else:
+            self._step("resume")
 
     @abstractmethod
     def undo_update(self) -> None:
-        """End an open or failed update, wake and resume the server. Its weights may be wrong until a whole update."""
+        """End an open or failed update, wake and resume the server. Its weights may be wrong until a whole update. One
+        that this object has put to sleep stays as it is: its process ends with the run.
+        """
 
     def load_adapter(self, name: str, folder: str) -> None:
         """Load the low-rank adapter in the peft folder `folder`; requests then refer to it by `name`."""
@@ -413,7 +458,8 @@ class ServerApi(ABC):
             return self._http.get(path, timeout_s=limit_s)
         where = path
         if call.place == "query" and fields:
-            where += "?" + urlencode({name: str(value).lower() for name, value in fields.items()})
+            texts = {name: value if isinstance(value, tuple) else str(value).lower() for name, value in fields.items()}
+            where += "?" + urlencode(texts, doseq=True)
         body = fields if call.place == "body" else None
         answer = self._http.post(where, body, timeout_s=limit_s, is_json=call.answer != "text")
         if call.answer == "success" and not (isinstance(answer, dict) and answer.get("success") is True):

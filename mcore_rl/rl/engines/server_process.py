@@ -89,9 +89,11 @@ def worker_folder(folder: Path) -> Path:
 
 
 def server_command(
-    config: RlRunConfig, folder: Path, port: int, *, host: str = "127.0.0.1", on_gpu: bool
+    config: RlRunConfig, folder: Path, port: int, *, host: str = "127.0.0.1", on_gpu: bool, shared: tuple[str, ...] = ()
 ) -> ServerCommand:
-    """Write the files that a server needs into `folder`. Returns its command, to listen on `host` and `port`."""
+    """Write the files that a server needs into `folder`. Returns its command, to listen on `host` and `port`, with the
+    arguments `shared` of a server that shares GPUs.
+    """
     engine = config.served
     assert engine is not None
     dtype = served_dtype(config.platform.decided(is_cuda=on_gpu).precision, engine)
@@ -108,14 +110,14 @@ def server_command(
     start = engine.command or (sys.executable, "-m", MODULES[engine.kind])
     if not isinstance(engine, VllmConfig):
         return ServerCommand(
-            command=(*start, *_sglang_arguments(engine, served, on_gpu=on_gpu), *engine.args),
+            command=(*start, *_sglang_arguments(engine, served, on_gpu=on_gpu), *shared, *engine.args),
             settings={"HF_HUB_OFFLINE": "1", **engine.environment},
             defaults={},
         )
     is_cut = bool(config.rl.rollout.cuts)
     defaults = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_WAIT_POLICY": "PASSIVE"}
     return ServerCommand(
-        command=(*start, *_vllm_arguments(engine, served, is_cut=is_cut, on_gpu=on_gpu), *engine.args),
+        command=(*start, *_vllm_arguments(engine, served, is_cut=is_cut, on_gpu=on_gpu), *shared, *engine.args),
         settings={
             "VLLM_SERVER_DEV_MODE": "1",  # enables the HTTP endpoints for weight updates
             "HF_HUB_OFFLINE": "1",
@@ -199,11 +201,12 @@ class ServerProcess:
         *,
         devices: Sequence[int] = (),
         port: int | None = None,
+        host: str = "127.0.0.1",
     ) -> None:
         """Start the server `command(port)`; `log` is appended to. Empty `devices`: all GPUs visible to this process;
-        `port` None: a free port, chosen at each start.
+        `port` None: a free port, chosen at each start; `host`: this machine, as those who ask the server name it.
         """
-        self.log = log
+        self.log, self._host = log, host
         self._command, self._devices, self._fixed_port = command, tuple(devices), port
         self.num_starts = 0
         self._start()
@@ -211,7 +214,7 @@ class ServerProcess:
     @property
     def url(self) -> str:
         """Address of the server; `restart` may change it."""
-        return f"http://127.0.0.1:{self._port}"
+        return f"http://{self._host}:{self._port}"
 
     @property
     def is_alive(self) -> bool:
@@ -303,6 +306,13 @@ def replacement_request(folder: Path, url: str) -> Path:
     return folder / "replace" / f"{parts.hostname}_{parts.port}"
 
 
+def write_status(folder: Path, urls: Sequence[str], living: Sequence[str], version: int) -> None:
+    """Write the status file for `mcore-rl jobs`: of the servers `urls`, the `living` have the weights of `version`."""
+    status = {"version": version, "servers": [{"url": url, "is_serving": url in living} for url in urls]}
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / STATUS_FILE, json.dumps(status, indent=1) + "\n")
+
+
 @dataclass(slots=True)
 class ServerFleet:
     """All servers of a run. Only a single thread of rank 0 may use it."""
@@ -336,7 +346,8 @@ class ServerFleet:
             ready = [url for url in urls if self.api_at(url).is_healthy()]
             if len(ready) >= wanted:
                 break
-            if time.monotonic() > deadline:
+            has_given_up = bool(self.processes) and not any(process.is_alive for process in self.processes)
+            if has_given_up or time.monotonic() > deadline:
                 raise EngineError(self._too_few(ready, wanted, [url for url in urls if url not in ready]))
             time.sleep(LOOK_S)
         entered = [url for url in ready if self._enter(url)]
@@ -345,7 +356,7 @@ class ServerFleet:
         self._is_open = True
         return entered
 
-    def start_anew(self, lost: dict[str, str]) -> None:
+    def start_anew(self, lost: Mapping[str, str]) -> None:
         """Restart the servers `lost` (reasons by address); for those of `urls`, ask `mcore-rl serve` to do it."""
         self._failed |= lost.keys()
         for url, reason in lost.items():
@@ -359,11 +370,9 @@ class ServerFleet:
             self._restart(process, reason)
 
     def write_status(self, living: Sequence[str], version: int) -> None:
-        """Write the status file for `mcore-rl jobs`: the servers that have the weights of `version`."""
+        """Write the status file: the servers that have the weights of `version`."""
         urls = [process.url for process in self.processes] or list(self.config.urls)
-        status = {"version": version, "servers": [{"url": url, "is_serving": url in living} for url in urls]}
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.folder / STATUS_FILE, json.dumps(status, indent=1) + "\n")
+        write_status(self.folder, urls, living, version)
 
     def close(self) -> None:
         """End the servers that this process started."""

@@ -2,6 +2,7 @@
 
 import base64
 import binascii
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,16 @@ from numpy.typing import NDArray
 
 from mcore_rl.rl.engines.server_api import HEALTH_S, Answered, ServerApi, ServerError
 
+IDLE_S, IDLE_LOOK_S = 30.0, 0.2
+"""Seconds within which a paused server has nothing in progress any more, and between two looks."""
+
 
 class SglangApi(ServerApi):
     """An SGLang server."""
 
     KIND = "sglang"
     TRIED = ((0, 5, 23), (0, 5, 24))
+    RESUMES_AWAKE = False
     KEEPS_ROUTES = False
     FIELDS = ("input_ids", "sampling_seed", "max_new_tokens", "rid", "extra_key")
     ALL_TOKENS = -1
@@ -35,6 +40,9 @@ class SglangApi(ServerApi):
         "set_version": ("/update_weight_version", {"new_version": None, "abort_all_requests": False}),
         "reset": ("/flush_cache", {}),
         "resume": ("/continue_generation", {}),
+        "sleep": ("/release_memory_occupation", {}),
+        "wake_weights": ("/resume_memory_occupation", {"tags": ("weights",)}),
+        "wake_cache": ("/resume_memory_occupation", {"tags": ("kv_cache", "cuda_graph")}),
         "load_adapter": ("/load_lora_adapter", {}),
         "unload_adapter": ("/unload_lora_adapter", {}),
     }
@@ -46,9 +54,26 @@ class SglangApi(ServerApi):
         self._call("/update_weights_from_disk", model_path=folder, load_format="auto", flush_cache=False)
 
     def undo_update(self) -> None:
-        """End an update that was left open or failed, and resume the server."""
+        """End an update that was left open or failed, and resume the server, unless this run's sleep holds."""
+        if self.is_asleep:
+            return
         self._call_if_open("/end_weight_update")
         self._call("/continue_generation", limit_s=HEALTH_S)
+
+    def _release(self, *, keeps_weights: bool) -> None:
+        # The flag --enable-weights-cpu-backup decides whether weights are kept. A flush succeeds only while nothing is
+        # in progress; a release before would end the server.
+        self._step("pause")
+        deadline = time.monotonic() + IDLE_S
+        while True:
+            try:
+                self._step("reset")
+                break
+            except ServerError as error:
+                if error.status != 400 or time.monotonic() > deadline:
+                    raise
+                time.sleep(IDLE_LOOK_S)
+        self._step("sleep")
 
     def world_size(self) -> int:
         """Return the number of the server's workers."""

@@ -17,6 +17,7 @@ class VllmApi(ServerApi):
 
     KIND = "vllm"
     TRIED = ((0, 32), (0, 34))
+    RESUMES_AWAKE = True
     KEEPS_ROUTES = True
     FIELDS = ("token_ids", "seed", "max_tokens", "request_id", "cache_salt")
     ALL_TOKENS = 0
@@ -35,6 +36,9 @@ class VllmApi(ServerApi):
         "set_version": ("/update_weight_version", {"new_version": None}),
         "reset": ("/reset_prefix_cache", {"reset_running_requests": True}),
         "resume": ("/resume", {}),
+        "sleep": ("/sleep", {"mode": "keep"}),
+        "wake_weights": ("/wake_up", {"tags": ("weights",)}),
+        "wake_cache": ("/wake_up", {"tags": ("kv_cache",)}),
         "load_adapter": ("/v1/load_lora_adapter", {}),
         "unload_adapter": ("/v1/unload_lora_adapter", {}),
     }
@@ -44,7 +48,9 @@ class VllmApi(ServerApi):
         self._call("/update_weights", update_info=dict(update))
 
     def undo_update(self) -> None:
-        """End an update that was left open or failed, wake the server, and resume it."""
+        """End an update that was left open or failed, wake the server, and resume it, unless this run's sleep holds."""
+        if self.is_asleep:
+            return
         try:
             self._call("/collective_rpc", limit_s=HEALTH_S, method="abort_update")
         except ServerError as error:
@@ -55,6 +61,10 @@ class VllmApi(ServerApi):
             self._call_if_open("/finish_weight_update")
         # Without tags it wakes a server that sleeps, and resumes it, while /resume would let it compute without memory.
         self._call("/wake_up", limit_s=HEALTH_S)
+
+    def _release(self, *, keeps_weights: bool) -> None:
+        # Level 1 keeps the weights in main memory. The default mode would abort requests.
+        self._step("sleep", level=1 if keeps_weights else 2)
 
     def world_size(self) -> int:
         """Return the number of the server's workers."""

@@ -108,6 +108,8 @@ class WeightPush:
         self._weights: WeightStream | None = None
         """The weights in buckets, planned before the first push for all pushes."""
         self._tolerance = None if engine.probe_tolerance == "auto" else engine.probe_tolerance
+        self.make_room: Callable[[], None] = lambda: None
+        """Called on all ranks between the trainer's pass over the probe and the first call of a server."""
 
     def push(self, version: int) -> PushReport:
         """Collective over the world: send all weights to all servers and probe them; the report lists failed ones."""
@@ -116,6 +118,7 @@ class WeightPush:
         ours = self._probe.reference(self._tolerance)
         has_adapters = any(True for _ in adapters_in(self._chunks))
         lost = merge_loss(self._chunks, self._dtype) if has_adapters else None
+        self.make_room()
         watch.lap("trainer")
         sender = Sender(self._servers) if self._mesh.world.rank == 0 else None
         num_bytes = largest = 0
@@ -331,6 +334,7 @@ class AdapterPush(WeightPush):
         watch.lap("trainer")
         shards = [shard for shard in local_shards(self._chunks) if ".adapter." in shard.key]
         tensors = gathered(shards, self._mesh)
+        self.make_room()
         watch.lap("gather")
         sender, differences, fields = None, dict[str, ProbeDifference](), dict[str, Any]()
         if self._served is not None:

@@ -27,6 +27,7 @@ ONE_GPU = load_config(ClusterConfig, ROOT / "launch/clusters/example_1gpu.toml")
 FIT_PEOPLE = (
     "qwen3_30b_a3b/grpo_lora",
     "qwen3_30b_a3b/grpo_r2_1node",
+    "qwen3_30b_a3b/grpo_r3_shared_lora",
     "qwen3_30b_a3b/sft_1node",
     "olmoe_1b_7b/grpo_r2",
     "olmoe_1b_7b/grpo_r2_1gpu",

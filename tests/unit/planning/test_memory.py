@@ -398,3 +398,39 @@ def test_a_start_logs_it_where_the_memory_of_the_device_is_known(monkeypatch):
     assert open_run._memory_lines(config, platform) == []
     monkeypatch.setattr(Platform, "device_bytes", 140 * GIB)
     assert open_run._memory_lines(config, platform)[0].endswith(" of 140.0")
+
+
+SHARED = RECIPES / "qwen3_30b_a3b/grpo_r3_shared.toml"
+
+
+def shared(*overrides, world=16, path=SHARED):
+    return memory_of_fullest_rank(training_of(load_config(RlRunConfig, path, overrides), world))
+
+
+def test_servers_on_the_ranks_gpus_have_two_phases_of_their_own_and_keep_a_rest_in_all_others():
+    """Qwen3-30B-A3B in bf16, 48 layers of 4 heads of 128 numbers for keys and values, on 4 GPUs a server."""
+    memory, alone = shared(), shared("rl.engine.share_gpus=false", "rl.engine.urls=['http://a:1']")
+    server = memory.server
+    assert alone.server is None and "push" not in alone.phases
+    assert server.weights == pytest.approx(30.53e9 * 2 / 4, rel=0.002)
+    assert server.token == 48 * 2 * 1 * 128 * 2 and server.sample == 10240 * server.token
+    # A layer: 128 experts of 3 x 2048 x 768, attention and router.
+    layer = 128 * 3 * 2048 * 768 + 2 * 2048 * 32 * 128 + 2 * 2048 * 4 * 128 + 2048 * 128
+    assert server.bucket == pytest.approx(2 * layer, rel=1e-4)
+    policy = memory.rollout_models
+    assert memory.phases == {
+        "scoring": alone.phases["scoring"] + 4 * GIB,
+        "update": alone.phases["update"] + 4 * GIB,
+        "checkpoint": alone.phases["checkpoint"] + 4 * GIB,
+        "push": policy + server.weights + 4 * server.bucket + 4 * GIB,
+        "generate": policy + server.weights + server.sample + 6 * GIB,
+    }
+
+
+def test_servers_of_adapters_keep_their_base_in_main_memory_and_parts_of_a_server_are_on_each_of_its_gpus():
+    adapters = ("rl.engine.lora=adapter", "lora.rank=16", "rl.engine.base_model=base")
+    merged, kept = shared("lora.rank=16"), shared(*adapters)
+    assert kept.host - merged.host == kept.server.weights
+    one = shared("rl.engine.tensor_parallel=8")
+    assert one.server.weights == merged.server.weights // 2
+    assert one.server.token == merged.server.token  # the four heads are there twice

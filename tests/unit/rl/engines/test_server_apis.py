@@ -6,6 +6,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -79,6 +80,92 @@ def test_all_rules_of_sampling_are_sent_and_the_answer_is_read(server: FakeServe
             "return_logprob": True,
             "return_routed_experts": False,
         }
+
+
+CYCLE: dict[str, list[tuple[str, dict[str, object]]]] = {
+    "vllm": [
+        ("/sleep", {"level": "2", "mode": "keep"}),
+        ("/wake_up", {"tags": "weights"}),
+        ("/start_weight_update", {}),
+        ("/finish_weight_update", {}),
+        ("/reset_prefix_cache", {"reset_running_requests": "true"}),
+        ("/wake_up", {"tags": "kv_cache"}),
+    ],
+    "sglang": [
+        ("/pause_generation", {"mode": "retract"}),
+        ("/flush_cache", {}),
+        ("/release_memory_occupation", {}),
+        ("/resume_memory_occupation", {"tags": ["weights"]}),
+        ("/update_weights_from_disk", {}),
+        ("/update_weight_version", {}),
+        ("/flush_cache", {}),
+        ("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]}),
+        ("/continue_generation", {}),
+    ],
+}
+"""Calls of a step of servers that share the trainer's GPUs: sleep, wake weights, push, wake keys and values."""
+
+
+def updated(api: ServerApi) -> None:
+    api.pause()
+    api.start_update()
+    if api.KIND == "sglang":
+        api.load({"path": "/weights/model.safetensors"})
+    api.finish_update(3)
+    api.reset_caches()
+    api.resume()
+
+
+def test_a_server_sleeps_and_wakes_by_the_calls_of_the_table_time_and_again(server: FakeServer) -> None:
+    """Weights are woken before they are pushed, keys and values after it; and it answers with what was pushed."""
+    api = api_of(server)
+    for _ in range(3):
+        server.with_query.clear()
+        api.sleep(keeps_weights=False)
+        assert api.is_asleep and {"weights", "kv_cache", "discarded"} <= server.state
+        updated(api)
+        assert not api.is_asleep and not server.state
+        for (path, fields), (wanted, some) in zip(server.queried(), CYCLE[server.kind], strict=True):
+            assert path == wanted and some.items() <= fields.items()
+        assert api.generate((5,), SAMPLING, 1, salt="v3", request_id="a").finish == "length"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_slip_in_the_cycle_of_a_sleeping_server_is_a_misuse_of_the_fake(kind: str) -> None:
+    """So that a client which makes it fails its test: the laws of the table."""
+
+    def misuses(slip: str) -> list[str]:
+        with FakeServer(kind=kind, may_be_misused=True) as server:
+            api = api_of(server)
+            api.sleep(keeps_weights=False)
+            if slip == "asleep twice":
+                api.sleep(keeps_weights=False)
+            elif slip == "resumed asleep":
+                api._step("resume")
+            elif slip == "keys and values first":
+                api._step("wake_cache")
+            elif slip == "no push":
+                api.pause()
+                api.resume()
+            elif slip == "the same tag twice":
+                api.pause()
+                api._step("wake_weights")
+            with suppress(ServerError):
+                api.generate((5,), SAMPLING, 1, salt="v3", request_id="a")
+            return server.misuses
+
+    for slip in ("asleep twice", "resumed asleep", "keys and values first", "no push", "the same tag twice"):
+        with suppress(ServerError):
+            assert misuses(slip), slip
+
+
+def test_a_vllm_server_that_says_it_is_awake_while_its_weights_alone_are_is_not_believed() -> None:
+    with FakeServer() as server:
+        api = api_of(server)
+        with pytest.raises(ServerError, match="/wake_up: status 200, and the server is awake, not sleeping"):
+            api._asleep = "all"  # the server was started anew, and does not sleep
+            server.may_be_misused = True
+            api.pause()
 
 
 def test_a_stop_token_ends_with_stop_also_at_the_last_place(server: FakeServer) -> None:
