@@ -61,6 +61,10 @@ class EngineError(McoreRlError):
     """A rollout engine that failed."""
 
 
+class StoppedError(McoreRlError):
+    """A wait for servers that ended because the run was asked to stop; nothing is wrong."""
+
+
 class RoutingError(McoreRlError):
     """Routes of a replay that are missing, twice there, damaged, or different from the routers' choices."""
 

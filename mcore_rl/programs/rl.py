@@ -15,7 +15,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl.loss import SELF, DistillConfig
 from mcore_rl.config.rl_run import RlConfig, RlRunConfig
 from mcore_rl.data.tokenizer import Tokenizer
-from mcore_rl.errors import ConfigError
+from mcore_rl.errors import ConfigError, StoppedError
 from mcore_rl.families import allows_te
 from mcore_rl.megatron import platform as platforms
 from mcore_rl.megatron.agree import on_rank_zero
@@ -24,6 +24,7 @@ from mcore_rl.programs.inputs import refuse_other_tokenizer
 from mcore_rl.programs.open_run import is_done, open_run
 from mcore_rl.programs.rollouts import Prompts, load_prompts, make_flow, open_rollouts
 from mcore_rl.rl.batch import LogprobHead
+from mcore_rl.rl.engines.base import StoppableEngine
 from mcore_rl.rl.rewards.score import TRIED_AT_START, FailedPart, FailureReport, try_reward
 from mcore_rl.rl.rollouts.prompts import refuse_prompts_without_teacher
 from mcore_rl.rl.step.learner import Learner, OptionalParts, policy_logprobs
@@ -90,7 +91,13 @@ def train(config: RlRunConfig) -> None:
                 rollouts.flow = stack.enter_context(
                     closing(make_flow(rollouts, run.state.progress, config.train.steps))
                 )
-            rollouts.update_weights(run.state.progress.step)
+            if isinstance(rollouts.engine, StoppableEngine):
+                rollouts.engine.end_waits_when(lambda: run.request.is_urgent)
+            try:
+                rollouts.update_weights(run.state.progress.step)
+            except StoppedError:
+                run.log.message(f"stopping before the first step, in a wait for servers: {run.stop_reason()}")
+                return
             rollouts.engine.listen(run.log.message)
             for line in [*rollouts.engine.describe(), *rollouts.engine.take_lines()]:
                 run.log.message(line)

@@ -2,9 +2,11 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any, Protocol
 
 from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.errors import StoppedError
 from mcore_rl.megatron.schedule import MAX
 from mcore_rl.metrics.jsonl import FILE_NAME, read_records
 from mcore_rl.metrics.metrics import Metric, reduced
@@ -47,12 +49,15 @@ class RlTrainer(Trainer):
 
     def run(self) -> None:
         """Train as `Trainer.run` does, and also evaluate the policy before its first update."""
-        if self.state.progress.step == 0 and self.config.train.eval_interval:
-            self._pause_to_evaluate(is_last=False)
         super().run()
         is_done = self.state.progress.step >= self.config.train.steps
         if is_done and self.state.platform.rank == 0 and (found := verdict(self.step_log.records())):
             self.log.message(found.line)
+
+    def _train(self) -> None:
+        if self.state.progress.step == 0 and self.config.train.eval_interval:
+            self._pause_to_evaluate(is_last=False)
+        super()._train()
 
     def _step(self) -> None:
         """Run a rollout batch: generate and score completions, learn from them, and give the engine the new weights."""
@@ -60,7 +65,14 @@ class RlTrainer(Trainer):
         step_log.begin()
 
         # Prompts, a group of completions for each prompt, and their rewards. The cursor moves past the prompts.
-        rollout = self.rollouts.take(progress.consumed_prompts)
+        moments = deepcopy(progress.reward_moments)
+        try:
+            rollout = self.rollouts.take(progress.consumed_prompts)
+        except StoppedError:
+            # Reward models may have counted a part of the batch, which the next start makes again.
+            progress.reward_moments.clear()
+            progress.reward_moments.update(moments)
+            raise
         self.rollouts.rest()
         progress.consumed_prompts += rollout.num_prompts
         step_log.generated(rollout)
@@ -95,7 +107,11 @@ class RlTrainer(Trainer):
             after = learner.after_updates(minibatches)
 
         # The next rollout is sampled by the updated policy. Its optimizer state has left: engines may need the memory.
-        self.rollouts.update_weights(self.state.progress.step)
+        try:
+            self.rollouts.update_weights(self.state.progress.step)
+        except StoppedError:
+            step_log.pushed(after)  # the updates are made and saved
+            raise
         step_log.pushed(after)
 
     def _save(self) -> None:

@@ -5,6 +5,7 @@ import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from mcore_rl.config.run import TrainConfig
 from mcore_rl.config.speed import run_flags
 from mcore_rl.data.batch import BatchSource, Microbatch, SampleDataset
-from mcore_rl.errors import TrainingError
+from mcore_rl.errors import StoppedError, TrainingError
 from mcore_rl.megatron.agree import world_max
 from mcore_rl.megatron.schedule import Head
 from mcore_rl.metrics.metrics import Metric
@@ -60,6 +61,13 @@ class StopRequest:
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether a signal has come to this rank that ends waits for servers too; Ctrl-C, which a second one makes
+        urgent, lets a rollout batch be finished.
+        """
+        return self._request not in (0, signal.SIGINT, FILE_FOUND)
 
     def agreed(self) -> str | None:
         """Collective over the world, between steps: return why to stop, or None; the same on all ranks."""
@@ -186,7 +194,18 @@ class Trainer(ABC):
         """Evaluate and log the metrics, every `train.eval_interval` steps and, with `is_last`, after the last step."""
 
     def run(self) -> None:
-        """Train until all steps are done, which the folder then records, or a stop is requested; save in both cases."""
+        """Train until all steps are done, which the folder then records, or a stop is requested, between steps or in a
+        wait for servers; save in both cases.
+        """
+        with suppress(StoppedError):
+            self._train()
+            return
+        # All ranks are here. What was interrupted is made again by the next start.
+        step, reason = self.state.progress.step, self.stop_reason()
+        self.log.message(f"stopping after step {step}, in a wait for servers: {reason}")
+        self._save_last()  # not while an error is handled: the process that writes would take it for its own
+
+    def _train(self) -> None:
         progress, train = self.state.progress, self.state.config.train
         with self._garbage:
             while progress.step < train.steps:

@@ -1,8 +1,10 @@
 """Reinforcement learning whose completions come from servers: the losses of the native engine, with its routes (R3)."""
 
 import json
+import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -28,8 +30,8 @@ from tests.conversion import read_dist
 from tests.e2e.test_resume import running, wait_for_step
 from tests.e2e.test_rl import COMPUTED, computed
 from tests.emitted import assert_emitted
-from tests.fake_server import Asked, FakeServer
-from tests.forked import run_main, succeed
+from tests.fake_server import GENERATE, Asked, FakeServer, TableAnswers
+from tests.forked import begin_main, run_main, succeed
 from tests.generating import loaded
 from tests.served_model import ModelAnswers
 
@@ -202,6 +204,45 @@ def test_routes_of_newer_weights_at_older_tokens_are_warned_of_though_the_server
     # vLLM keeps the routes of each step, although it computes tokens again.
     is_warned = computes_again and kind == "sglang"
     assert ("tokens that older weights sampled agree with the present weights'" in run.stdout) == is_warned
+
+
+WAITS = (
+    *("/weight_info", "/update_weight_version", "/pause", "/start_weight_update", "/update_weights"),
+    *("/finish_weight_update", "/reset_prefix_cache", "/resume", "probe", GENERATE["vllm"]),
+)
+"""Calls of a start, an update and a rollout batch, each of which waits for a server."""
+
+
+@pytest.mark.full
+def test_sigterm_ends_a_run_within_seconds_in_whatever_wait_for_a_server_and_its_next_start_goes_on(
+    rl_file: Path, tmp_path: Path
+) -> None:
+    """A server that hangs in each of its calls in turn, once a step is made where that can be."""
+    run_dir = tmp_path / "run"
+    words = [rl_file, *SMALL, f"run_dir={run_dir}", "train.steps=20", "train.eval_interval=none", "replay.kind=none"]
+    words += ["rl.engine.kind=vllm", "rl.engine.probe_tolerance=1e9", "rl.engine.attempts=1"]
+    hung = threading.Event()
+    saved = -1
+    with FakeServer(TableAnswers(48), on_hang=lambda _: hung.set()) as server:
+        words.append(f'rl.engine.urls=["{server.url}"]')
+        for number, path in enumerate(WAITS):
+            hung.clear()
+            is_first = path in ("/weight_info", "/update_weight_version")
+            passed = 0 if is_first else {"/update_weights": 12, "probe": 40}.get(path, 3)
+            server.faults = [(path, "none")] * passed + [(path, "hang")]
+            output = tmp_path / f"out_{number}"
+            run = begin_main("mcore_rl.programs.rl", words, output)
+            assert hung.wait(120), output.read_text()
+            sent_s = time.monotonic()
+            os.kill(run.pid, signal.SIGTERM)
+            run.join(60)
+            assert run.exitcode == 0 and time.monotonic() - sent_s < 20, (path, output.read_text())
+            where = "before the first step" if is_first else "after step "
+            assert f"stopping {where}" in output.read_text() and "SIGTERM came" in output.read_text()
+            steps = [int(one.name.removeprefix("iter_")) for one in (run_dir / "checkpoints").glob("iter_*")]
+            assert is_first or max(steps) >= saved, path
+            saved = max(steps, default=-1)
+    assert saved > 0
 
 
 @pytest.mark.full

@@ -136,7 +136,9 @@ def test_four_ranks_start_two_servers_of_two_gpus_and_the_first_of_each_pair_end
     run_dir = tmp_path / "run"
     command = json.dumps([sys.executable, str(ROOT / "tests/fake_server.py")])
     words = [rl_file, *WORDS, f"run_dir={run_dir}", f"rl.engine.command={command}", "rl.engine.tensor_parallel=2"]
-    run = run_main("mcore_rl.programs.rl", [*words, "mesh.tp=2", "mesh.ep=2", "train.steps=2"], num_ranks=4)
+    run = run_main(
+        "mcore_rl.programs.rl", [*words, "mesh.tp=2", "mesh.ep=2", "mesh.dp=auto", "train.steps=2"], num_ranks=4
+    )
     assert run.returncode == 0, run.stderr
     status = json.loads((run_dir / "servers/status.json").read_text())
     assert [one["is_serving"] for one in status["servers"]] == [True, True]

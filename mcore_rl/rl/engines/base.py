@@ -147,6 +147,14 @@ class AskingEngine(Engine, Protocol):
 
 
 @runtime_checkable
+class StoppableEngine(Engine, Protocol):
+    """An engine whose waits can be ended from another thread."""
+
+    def end_waits_when(self, is_asked: Callable[[], bool]) -> None:
+        """End waits soon after `is_asked` has become true: they raise StoppedError on all ranks."""
+
+
+@runtime_checkable
 class SharingEngine(Engine, Protocol):
     """An engine that takes turns with the trainer: one of them has the memory of the GPUs."""
 

@@ -24,7 +24,7 @@ from mcore_rl.config.optim import LoraConfig
 from mcore_rl.config.rl.rollout import ServedConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.data.tokenizer import load_tokenizer
-from mcore_rl.errors import ConfigError, EngineError
+from mcore_rl.errors import ConfigError, EngineError, StoppedError
 from mcore_rl.megatron.agree import from_first_of_model, on_every_rank, on_rank_zero
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.routers import routed_layers
@@ -52,6 +52,8 @@ from mcore_rl.rl.types import BYTE_EXPERTS, Completion, Group, Prompt, VersionSp
 
 MOST_MERGE_LOSS = 0.1
 """Fraction of low-rank adapters that may be lost to rounding of the merged weights before a warning is given."""
+STOP_LOOK_S = 0.2
+"""Seconds between two looks at whether the run is to stop, and then between two cuts of all calls."""
 LOOK_S, MOST_SILENT = 5.0, 2
 """Seconds between two looks at servers with requests in progress, and the number of looks at a silent one after which
 its requests are asked of others."""
@@ -75,6 +77,8 @@ class _State:
     """Server of each request in progress, by the request's name."""
     num_retries: int = 0
     is_updating: bool = False
+    is_stopped: bool = False
+    """Whether all waits are to end with StoppedError."""
     is_closed: bool = False
 
 
@@ -115,6 +119,8 @@ class ServedEngine:
         self._salt = salt or secrets.token_hex(4)
         self._apis: dict[str, ServerApi] = {}
         self._state = _State()
+        if fleet is not None:
+            fleet.api_at, fleet.refuse_stop = self._api_at, self._refuse_stop
         self._pool = ThreadPoolExecutor(config.requests, "server_request") if self.asks else None
         self._watch: Thread | None = None
         self._names = (f"{mesh.world.rank}-{number}" for number in itertools.count())
@@ -226,6 +232,8 @@ class ServedEngine:
         with state.lock:
             state.is_updating = True
         report = self._push_to(self._ready(self._lost_anywhere())).push(policy_version)
+        if len(report.living) < self._config.min_servers:
+            on_rank_zero(self._refuse_stop)
         self._after_push(report.living, report.failed, policy_version)
         if report.num_unreached_experts != self._num_unreached:
             self._num_unreached = report.num_unreached_experts
@@ -270,7 +278,11 @@ class ServedEngine:
         def ready() -> list[str]:
             assert fleet is not None
             fleet.start_anew(lost)
-            return fleet.ready()
+            try:
+                return fleet.ready()
+            except EngineError:
+                self._refuse_stop()
+                raise
 
         return on_rank_zero(ready)
 
@@ -282,6 +294,26 @@ class ServedEngine:
             fleet.write_status(living, version)
             self._lines += fleet.lines
             fleet.lines.clear()
+
+    def end_waits_when(self, is_asked: Callable[[], bool]) -> None:
+        """End all waits for servers soon after `is_asked` has become true: they raise StoppedError on all ranks."""
+
+        def watch() -> None:
+            state = self._state
+            with state.lock:
+                while not state.lock.wait_for(lambda: state.is_closed, STOP_LOOK_S):
+                    state.is_stopped = state.is_stopped or is_asked()
+                    if state.is_stopped:
+                        state.lock.notify_all()
+                        for api in self._apis.values():
+                            api.cut()
+
+        Thread(target=watch, name="server_stop", daemon=True).start()
+
+    def _refuse_stop(self) -> None:
+        """Raise StoppedError if the run is to stop."""
+        if self._state.is_stopped:
+            raise StoppedError("a wait for servers was ended")
 
     def _make_room(self) -> None:
         """Do nothing: servers have GPUs of their own."""
@@ -417,6 +449,7 @@ class ServedEngine:
                 is_living = False
                 reasons[server] = f"its weights are not those of version {version}"
             with state.lock:
+                self._refuse_stop()
                 if state.is_closed:
                     raise EngineError("the engine was closed while completions were in progress")
                 state.num_retries += 1
@@ -444,8 +477,9 @@ class ServedEngine:
     def _in_progress(self, name: str, server: str) -> Iterator[None]:
         state = self._state
         with state.lock:
-            if state.is_closed:
+            if state.is_closed or state.is_stopped:
                 state.running[server] -= 1
+                self._refuse_stop()
                 raise EngineError("the engine is closed")
             state.open_requests[name] = server
         try:
@@ -459,7 +493,7 @@ class ServedEngine:
     def _is_living_after_update(self, server: str) -> bool:
         state = self._state
         with state.lock:
-            state.lock.wait_for(lambda: not state.is_updating or state.is_closed)
+            state.lock.wait_for(lambda: not state.is_updating or state.is_closed or state.is_stopped)
             return server in state.living
 
     def _completion(self, prompt: Prompt, sampling: Sampling, served: ServedCompletion, server: str) -> Completion:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -294,6 +294,8 @@ def start_server_of(
     )
 
 
+RELEASE_S = 5.0
+"""Seconds that a run which ends waits for servers to hear that they are free."""
 MAX_STARTS = 5
 """Maximum number of starts of each server in a run."""
 LOOK_S = 0.5
@@ -326,6 +328,8 @@ class ServerFleet:
     lines: list[str] = field(default_factory=list)
     """Events for the log, oldest first; the caller that logs them clears the list."""
     processes: list[ServerProcess] = field(default_factory=list)
+    refuse_stop: Callable[[], None] = lambda: None
+    """Function that raises StoppedError if the run is to stop; it is called while servers are waited for."""
     _failed: set[str] = field(default_factory=set)
     """Servers that have failed since they were entered."""
     _is_open: bool = False
@@ -341,6 +345,7 @@ class ServerFleet:
         wanted = min(self.config.min_servers, total) if self._is_open else total
         deadline = time.monotonic() + self.config.start_timeout_s
         while True:
+            self.refuse_stop()
             self._look_at_processes()
             urls = [process.url for process in self.processes] or list(self.config.urls)
             ready = [url for url in urls if self.api_at(url).is_healthy()]
@@ -388,8 +393,11 @@ class ServerFleet:
                 if api.owner is not None and api.is_ours(api.owner):
                     api.name_weights(f"v{version}" if url in living else "default")
 
-        with ThreadPoolExecutor(len(self.config.urls) or 1) as pool:
-            list(pool.map(release, self.config.urls))
+        pool = ThreadPoolExecutor(len(self.config.urls) or 1)
+        wait([pool.submit(release, url) for url in self.config.urls], RELEASE_S)
+        for url in self.config.urls:
+            self.api_at(url).cut()
+        pool.shutdown()
 
     def _look_at_processes(self) -> None:
         for process in self.processes:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,7 +34,7 @@ from mcore_rl.planning.memory import GIB, SERVER_REST_BYTES, SharedServer, memor
 from mcore_rl.planning.training import training_of
 from mcore_rl.rl.engines.base import Decode
 from mcore_rl.rl.engines.served import ServedEngine
-from mcore_rl.rl.engines.server_api import Owner, ServerError, server_apis
+from mcore_rl.rl.engines.server_api import Owner, ServerApi, ServerError, server_apis
 from mcore_rl.rl.engines.server_process import ServerFleet, ServerProcess, server_command, servers_folder, write_status
 
 EVERYWHERE = "0.0.0.0"
@@ -70,7 +70,11 @@ class SharedServers:
         self.engine, self._platform = engine, platform
         self._config = config.model_copy(update={"rl": config.rl.model_copy(update={"engine": engine})})
         self.salt = on_rank_zero(lambda: secrets.token_hex(4))
-        self.api_at = cache(server_apis(engine, config.model, Owner(self.salt, str(self.folder.parent.resolve()))))
+        self._make_api = server_apis(engine, config.model, Owner(self.salt, str(self.folder.parent.resolve())))
+        self.apis: dict[str, ServerApi] = {}
+        """APIs by address, the only ones: each knows what it has put to sleep."""
+        self.refuse_stop: Callable[[], None] = lambda: None
+        """Function that raises StoppedError if the run is to stop."""
         self.free_bytes = free_bytes or partial(_free_bytes, platform.device)
         self.lines: list[str] = []
         self._urls_of_ranks: list[str | None] = [None] * platform.world_size
@@ -81,6 +85,10 @@ class SharedServers:
         assert planned is not None
         self.planned: SharedServer = planned
         self._cache_bytes = 0
+
+    def api_at(self, url: str) -> ServerApi:
+        """Return the API of a server."""
+        return self.apis.setdefault(url, self._make_api(url))
 
     @property
     def urls(self) -> list[str]:
@@ -107,6 +115,7 @@ class SharedServers:
         if self._platform.local_rank % self.engine.tensor_parallel == 0:
             one = self.engine.model_copy(update={"count": 1, "min_servers": 1})
             self._fleet = ServerFleet(one, self.api_at, self.folder, self._process)
+            self._fleet.refuse_stop = lambda: self.refuse_stop()
         if self._platform.rank == 0 and self.engine.transport_dir is not None:
             Path(self.engine.transport_dir).mkdir(parents=True, exist_ok=True)
         self.ready({})
@@ -124,6 +133,7 @@ class SharedServers:
             try:
                 return fleet.ready()[0]
             except EngineError as error:
+                self.refuse_stop()
                 if is_first:
                     raise
                 fleet.close()
@@ -330,4 +340,6 @@ def shared_engine(
     own = config.model_copy(update={"rl": rl})
     engine = SharedEngine.of_config(own, chunks, mesh, decode, servers.api_at, salt=servers.salt)
     engine.servers = servers
+    engine._apis = servers.apis
+    servers.refuse_stop = engine._refuse_stop
     return engine
