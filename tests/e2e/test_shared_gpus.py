@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from mcore_rl.metrics.jsonl import read_records
+from tests.e2e.test_resume import running, wait_for_step
 from tests.e2e.test_served import ROOT, is_fake_server
 from tests.emitted import assert_emitted
 from tests.fake_server import GENERATE
@@ -145,3 +146,24 @@ def test_four_ranks_start_two_servers_of_two_gpus_and_the_first_of_each_pair_end
     logs = [(run_dir / f"servers/server_{index}.log").read_text() for index in range(2)]
     assert all("--tensor-parallel-size 2" in log and "misused" not in log for log in logs), logs
     assert not [one for one in psutil.Process().children(recursive=True) if is_fake_server(one)]
+
+
+@pytest.mark.full
+def test_a_server_that_is_killed_costs_its_requests_and_is_there_again_in_a_later_rollout(
+    rl_file: Path, tmp_path: Path
+) -> None:
+    """Two servers on the GPUs of two ranks; one is killed in whatever state it is."""
+    run_dir = tmp_path / "run"
+    command = json.dumps([sys.executable, str(ROOT / "tests/fake_server.py")])
+    words = ["rl", rl_file, *WORDS, f"run_dir={run_dir}", f"rl.engine.command={command}", "mesh.tp=2", "mesh.ep=2"]
+    with running([*words, "train.steps=8"], tmp_path / "output") as run:
+        wait_for_step(run_dir, 2, run)
+        servers = [one for one in psutil.Process(run.pid).children(recursive=True) if is_fake_server(one)]
+        victim = next(one for one in servers if one.cmdline()[1].endswith("fake_server.py"))  # not what watches it
+        victim.kill()
+        assert run.wait() == 0, run.text
+    status = json.loads((run_dir / "servers/status.json").read_text())
+    assert [one["is_serving"] for one in status["servers"]] == [True, True]
+    logs = [(run_dir / f"servers/server_{index}.log").read_text() for index in range(2)]
+    assert sorted(log.count("started with") for log in logs) == [1, 2] and "misused" not in "".join(logs), logs
+    assert "is started again" in run.text

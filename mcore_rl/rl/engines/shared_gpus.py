@@ -26,7 +26,7 @@ from torch import nn
 
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import ConfigError, EngineError
-from mcore_rl.megatron.agree import on_every_rank, on_rank_zero
+from mcore_rl.megatron.agree import on_every_rank, on_rank_zero, world_max
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import Platform
 from mcore_rl.metrics.metrics import Metric
@@ -43,8 +43,6 @@ FREED, FREED_S = 0.9, 10.0
 before they have freed it."""
 HEADROOM_BYTES = GIB
 DRAIN_S, LOOK_S = 30.0, 0.05
-FreeBytes = Callable[[], int | None]
-"""Function that returns the free bytes of this rank's GPU; None: they cannot be read, and nothing is proved."""
 
 
 class SharedServers:
@@ -52,7 +50,7 @@ class SharedServers:
     starts one and ends it; rank 0 makes all calls of sleep and updates. Methods are collective over the world.
     """
 
-    def __init__(self, config: RlRunConfig, platform: Platform, free_bytes: FreeBytes | None = None) -> None:
+    def __init__(self, config: RlRunConfig, platform: Platform) -> None:
         """Prepare; nothing is started yet. Raises ConfigError if a server's ranks are not all on one machine."""
         assert config.served is not None
         names = [""] * platform.world_size
@@ -75,7 +73,6 @@ class SharedServers:
         """APIs by address, the only ones: each knows what it has put to sleep."""
         self.refuse_stop: Callable[[], None] = lambda: None
         """Function that raises StoppedError if the run is to stop."""
-        self.free_bytes = free_bytes or partial(_free_bytes, platform.device)
         self.lines: list[str] = []
         self._urls_of_ranks: list[str | None] = [None] * platform.world_size
         """Address of the server that each rank has started; None if it has none that answers."""
@@ -100,18 +97,18 @@ class SharedServers:
         left for those that are on the GPUs while the servers generate. Raises ConfigError if there is none for keys and
         values, and EngineError if a server does not start.
         """
-        if (free := self._least_free()) is not None:
+        if (free := _free_bytes(self._platform.device)) is not None:
+            free, planned = -world_max(-free), self.planned
             stages = memory_by_stage(self._training)
             resident_bytes = 0 if has_models else max(stage.routes + stage.rollout_models for stage in stages)
-            room = free - resident_bytes - self.planned.generate - HEADROOM_BYTES
-            if room < self.planned.sample:
+            self._cache_bytes = free - resident_bytes - planned.generate - HEADROOM_BYTES
+            if self._cache_bytes < planned.sample:
                 raise ConfigError(
                     f"rl.engine.share_gpus=true: of {free / GIB:.1f} GiB that are free on a GPU, the policy keeps "
-                    f"{resident_bytes / GIB:.1f} and a server takes {self.planned.generate / GIB:.1f}, which leaves "
-                    f"{room / GIB:.1f} for keys and values, and those of the longest sample take "
-                    f"{self.planned.sample / GIB:.1f}. Raise rl.engine.tensor_parallel or mesh.ep."
+                    f"{resident_bytes / GIB:.1f} and a server takes {planned.generate / GIB:.1f}, which leaves "
+                    f"{self._cache_bytes / GIB:.1f} for keys and values, and those of the longest sample take "
+                    f"{planned.sample / GIB:.1f}. Raise rl.engine.tensor_parallel or mesh.ep."
                 )
-            self._cache_bytes = room
         if self._platform.local_rank % self.engine.tensor_parallel == 0:
             one = self.engine.model_copy(update={"count": 1, "min_servers": 1})
             self._fleet = ServerFleet(one, self.api_at, self.folder, self._process)
@@ -154,7 +151,7 @@ class SharedServers:
         """Put the servers `awake` to sleep, or end them where the value is a reason why they are lost, and wait until
         the memory of this rank's GPU is free. Raises EngineError if it is not.
         """
-        platform, before = self._platform, self.free_bytes()
+        platform, before = self._platform, _free_bytes(self._platform.device)
         own = self._urls_of_ranks[platform.rank - platform.local_rank % self.engine.tensor_parallel]
 
         def sleep() -> dict[str, str]:
@@ -178,7 +175,9 @@ class SharedServers:
                 self._fleet.close()
             deadline = time.monotonic() + FREED_S
             wanted = FREED * (self.planned.weights + self._cache_bytes)
-            while before is not None and own in awake and (freed := (self.free_bytes() or 0) - before) < wanted:
+            # One that has ended may have freed its memory before.
+            is_read = before is not None and own in awake and own not in lost
+            while is_read and (freed := (_free_bytes(platform.device) or 0) - (before or 0)) < wanted:
                 if time.monotonic() > deadline:
                     raise EngineError(
                         f"a server that sleeps freed {freed / GIB:.1f} GiB of its GPU within {FREED_S:g} s, and it has "
@@ -201,12 +200,13 @@ class SharedServers:
             if self._platform.is_cuda:
                 torch.cuda.synchronize()
                 torch.cuda.empty_cache()
-            if (free := self.free_bytes()) is not None and free < wanted:
+            if (free := _free_bytes(self._platform.device)) is not None and free < wanted:
                 raise EngineError(
                     f"{free / GIB:.1f} GiB of the GPU of rank {self._platform.rank} are free, and a server takes "
                     f"{pushed / GIB:.1f} in a push and then {planned.weights / GIB:.1f} of weights and "
-                    f"{self._cache_bytes / GIB:.1f} of keys and values: the trainer's memory is still there. Set "
-                    'rl.update.store="host" and the stores of other models too, or raise rl.engine.tensor_parallel.'
+                    f"{self._cache_bytes / GIB:.1f} of keys and values: the trainer's memory is still there, or a "
+                    f"sleeping server keeps more than {SERVER_REST_BYTES / GIB:g}. Set the stores of all models to "
+                    '"host", or raise rl.engine.tensor_parallel.'
                 )
 
         on_every_rank(room)
@@ -215,12 +215,6 @@ class SharedServers:
         """End this rank's server."""
         if self._fleet is not None:
             self._fleet.close()
-
-    def _least_free(self) -> int | None:
-        free: list[int | None] = [None] * self._platform.world_size
-        dist.all_gather_object(free, self.free_bytes())
-        known = [size for size in free if size is not None]
-        return min(known) if known else None
 
     def _process(self, _: int) -> ServerProcess:
         first, on_gpu = self._platform.local_rank, self._platform.is_cuda
@@ -253,6 +247,7 @@ class SharedServers:
 
 
 def _free_bytes(device: torch.device) -> int | None:
+    """Return the free bytes of a GPU; None on a CPU, where they prove nothing."""
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else None
 
 
