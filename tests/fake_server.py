@@ -120,7 +120,7 @@ class TableAnswers:
 FAULTS = (
     *("status_500", "refused", "hang", "trickle", "close", "close_at_once", "not_json", "no_success", "aborted"),
     *("wrong_spans", "other_tokens", "null_logprob", "cut_short", "no_routes", "missing_row", "zero_layer"),
-    *("expert_twice", "no_such_expert"),
+    *("expert_twice", "no_such_expert", "no_prefix"),
 )
 HANG_S = 120.0
 SOFTWARE = {"vllm": "0.32.0", "sglang": "0.5.23"}
@@ -479,6 +479,8 @@ class FakeServer:
             return None
         if fault == "missing_row":
             rows = rows[:-1]
+        elif fault == "no_prefix":
+            rows = rows[len(asked.prompt) - 1 :]
         elif fault == "zero_layer":
             rows[:, 1] = 0
         elif fault == "expert_twice":

@@ -219,7 +219,7 @@ def test_sigterm_ends_a_run_within_seconds_in_whatever_wait_for_a_server_and_its
 ) -> None:
     """A server that hangs in each of its calls in turn, once a step is made where that can be."""
     run_dir = tmp_path / "run"
-    words = [rl_file, *SMALL, f"run_dir={run_dir}", "train.steps=20", "train.eval_interval=none", "replay.kind=none"]
+    words = [rl_file, *SMALL, f"run_dir={run_dir}", "train.steps=2000", "train.eval_interval=none", "replay.kind=none"]
     words += ["rl.engine.kind=vllm", "rl.engine.probe_tolerance=1e9", "rl.engine.attempts=1"]
     hung = threading.Event()
     saved = -1

@@ -337,6 +337,24 @@ def test_routes_that_cannot_be_right_are_an_error(server: FakeServer, fault: str
         pick_layers(server.url, made.experts_TLK, MODEL, num_tokens=6)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dense_layers", [0, 1, 2])
+def test_routes_without_those_of_the_prompt_are_an_error_however_long_it_is(kind: str, dense_layers: int) -> None:
+    """SGLang sends numbers without a shape: those of half of the tokens in all layers are as many as those of all
+    tokens in half of the layers.
+    """
+    moe = MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=8, first_dense_layers=dense_layers)
+    model = ModelConfig(num_layers=2 + dense_layers, moe=moe)
+    for length in range(2, 12):
+        with FakeServer(kind=kind, dense_layers=dense_layers, faults=[(GENERATE[kind], "no_prefix")]) as server:
+            api = api_of(server)
+            with pytest.raises(ServerError, match="routes"):
+                made = api.generate(range(5, 5 + length), ROUTED, 1, salt="v0", request_id="a")
+                pick_layers(server.url, made.experts_TLK, model, num_tokens=length + 4)
+            whole = api.generate(range(5, 5 + length), ROUTED, 1, salt="v0", request_id="b")
+            assert len(pick_layers(server.url, whole.experts_TLK, model, num_tokens=length + 4)) == length + 4
+
+
 @pytest.mark.parametrize(
     ("kind", "dtype", "message"),
     [
