@@ -33,6 +33,17 @@ def test_the_workflow_runs_the_jobs_of_the_script():
     assert sorted(workflow["jobs"]["ci"]["strategy"]["matrix"]["job"]) == sorted(jobs_of_run())
 
 
+def test_real_servers_are_tested_once_a_week_and_all_else_each_night():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/nightly.yml").read_text())
+    night, week = (entry["cron"] for entry in workflow[True]["schedule"])  # "on" is true in YAML 1.1
+    assert night.endswith("* * *") and week.endswith("* * 0")
+    servers, others = workflow["jobs"]["servers"], workflow["jobs"]["all"]
+    assert servers["steps"][-1]["run"] == "make test-servers"
+    assert (
+        servers["if"] == f"github.event.schedule != '{night}'" and others["if"] == f"github.event.schedule != '{week}'"
+    )
+
+
 @pytest.fixture
 def job(tmp_path):
     """A job of which make is the script that is given."""
