@@ -12,25 +12,52 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.exchange_utils import determine_main_replica_uniform_distribution
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreLoadPlanner,
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
+from torch.distributed.checkpoint import SavePlan
 
 import mcore_rl
+from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.load import load_config
 from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.optim import LoraConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.families import weight_map
 from mcore_rl.families.weight_map import copies_into_megatron
+from mcore_rl.model.adapters import add_adapters
 from mcore_rl.model.build import build_model, local_shards
 from mcore_rl.model.hf_stream import _held, _pieces
+from mcore_rl.planning.estimate import estimate, place_of
+from mcore_rl.planning.search import search
+from mcore_rl.planning.training import training_of
 from mcore_rl.replay.exchange import NeededPositions, RouteOffer, plan_requests
+from mcore_rl.storage.checkpoints.write import weights_state
 from tests.fake_world import buildable, fake_platform, fake_rank, on_meta
 
 LAYERS, EXPERTS = 64, 256
+MESH = MeshConfig(ep=32, pp=2)
 SAMPLES_OF_A_REPLICA, TOKENS = 32, 8192
-RECIPE = Path(mcore_rl.__file__).parents[1] / "launch/recipes/qwen3_30b_a3b/gspo.toml"
+LAUNCH = Path(mcore_rl.__file__).parents[1] / "launch"
+RECIPE, CLUSTER = LAUNCH / "recipes/qwen3_30b_a3b/gspo.toml", LAUNCH / "clusters/example_h100.toml"
 
 
 def measured(world: int) -> None:
@@ -43,11 +70,12 @@ def measured(world: int) -> None:
     def row(name: str, sent: object = None) -> None:
         cpu_s, sent_bytes = time.process_time() - clock.before, 0 if sent is None else len(pickle.dumps(sent))
         peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        sys.stdout.write(f"| {world:,} | {name} | {cpu_s:.1f} | {sent_bytes:,} | {peak_mib:,.0f} |\n")
-        sys.stdout.flush()
+        if name:  # else what came before is of the fake
+            sys.stdout.write(f"| {world:,} | {name} | {cpu_s:.1f} | {sent_bytes:,} | {peak_mib:,.0f} |\n")
+            sys.stdout.flush()
         clock.before = time.process_time()
 
-    with fake_rank(MeshConfig(ep=32, pp=2), 0, world) as mesh, on_meta():
+    with fake_rank(MESH, 0, world) as mesh, on_meta():
         row("groups of the mesh")
         chunks = build_model(buildable(model), mesh, fake_platform(config.platform, mesh), config.platform)
         row("model")
@@ -61,6 +89,10 @@ def measured(world: int) -> None:
         _pieces(copies, held)
         row("push: what the rank sends")
         replicas = mesh.dp_cp.size
+        add_adapters(chunks, LoraConfig(rank=8, targets=("attention", "experts")), model, seed=0)
+        clock.before = time.process_time()
+        adapters = [shard for shard in local_shards(chunks) if shard.is_main and ".adapter." in shard.key]
+        row("adapters: what the rank that gathers is told", adapters)
     layers = tuple(range(LAYERS // 2))
     offers = [
         {
@@ -73,6 +105,92 @@ def measured(world: int) -> None:
     needed = {n * replicas: NeededPositions(TOKENS, torch.arange(TOKENS)) for n in range(SAMPLES_OF_A_REPLICA)}
     plan_requests(needed, layers, offers, 0)
     row("replay (R3): requests for routes", offers[0])
+    cluster = place_of(load_config(ClusterConfig, CLUSTER))
+    planned = config.model_copy(update={"model": model, "mesh": config.mesh.model_copy(update={"ep": 32, "pp": 2})})
+    planned = planned.decided(is_cuda=True)
+    clock.before = time.process_time()
+    estimate(training_of(planned, world), cluster)
+    row("`mcore-rl plan` of this mesh")
+    search(planned, world, cluster)
+    row("`mcore-rl plan --search`")
+    checkpoint_plans(config, model, world, row)
+
+
+def checkpoint_plans(config: RlRunConfig, model: ModelConfig, world: int, row: Callable[..., None]) -> None:
+    """Print what a save and a load of the weights cost rank 0, which is given all ranks' lists of shards: its own at
+    other places of the tensors. With the optimizer's states there are four times as many shards.
+    """
+    with fake_rank(MESH, 0, world) as mesh:
+        with on_meta():
+            chunks = build_model(buildable(model), mesh, fake_platform(config.platform, mesh), config.platform)
+            state = load_preprocess(weights_state(chunks, mesh))[0]
+        own = [leaf for leaf in nested_values(state) if isinstance(leaf, ShardedTensor)]
+        data = pickle.dumps([shard.without_data() for shard in own])
+
+        def gather(values: list[Any], value: Any, group: Any = None) -> None:
+            del value, group
+            values[:] = [moved(pickle.loads(data), rank, world) for rank in range(len(values))]
+
+        functions: Any = dist
+        functions.all_gather_object = gather
+        row("")
+        determine_main_replica_uniform_distribution({"own": own}, mesh.dp_cp.group)
+        row("checkpoint: which rank writes or reads a shard", data)
+        validate_sharding_integrity(determine_global_metadata({"own": own})[1])
+        row("checkpoint: whether the ranks have all shards (once a run)", data)
+        saver = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+        plan = local_plan(own, saver)
+        row("checkpoint: what the rank writes in a save", plan)
+        # A shard is written once: the first copy of the model has all of them, and dense ones on its first rank.
+        plans = [elsewhere(plan, stage, share) for stage in range(MESH.pp) for share in range(MESH.ep)]
+        row("")
+        _, metadata = saver.create_global_plan(plans)
+        row("checkpoint: all files of a save, on rank 0")
+        local_plan(own, MCoreLoadPlanner(shapes_validation_sharded_tensors=own), metadata)
+        row("checkpoint: what the rank reads in a load")
+
+
+def local_plan(shards: list[ShardedTensor], planner: Any, *metadata: Any) -> Any:
+    """Return the rank's plan to save shards, or to load them from a checkpoint with this metadata."""
+    by_key = _replace_state_dict_keys_with_sharded_keys({"own": shards}, False)[0]
+    planner.set_up_planner(mcore_to_pyt_state_dict(by_key, False), *metadata, is_coordinator=True)
+    return planner.create_local_plan()
+
+
+def elsewhere(plan: SavePlan, stage: int, share: int) -> SavePlan:
+    """Return rank 0's plan of a save as another rank has it, whose stage and experts are others."""
+    items = []
+    for item in plan.items:
+        (at, *rest), of_experts = item.tensor_data.chunk.offsets, ".experts." in item.index.fqn
+        if item.tensor_data.size[0] == LAYERS:
+            at += stage * LAYERS // MESH.pp
+        if of_experts:
+            rest[0] += share * EXPERTS // MESH.ep
+        offsets = torch.Size((at, *rest))
+        chunk = replace(item.tensor_data.chunk, offsets=offsets)
+        if of_experts or share == 0:
+            tensor = replace(item.tensor_data, chunk=chunk)
+            items.append(replace(item, index=replace(item.index, offset=offsets), tensor_data=tensor))
+    return replace(plan, items=items)
+
+
+def moved(shards: list[ShardedTensor], rank: int, world: int) -> list[ShardedTensor]:
+    """Return copies of rank 0's shards at the places in their tensors at which `rank` has its own."""
+    stage, rank = divmod(rank, world // MESH.pp)
+    replica, share = divmod(rank, MESH.ep)
+    found = [copy(shard) for shard in shards]
+    for shard in found:
+        of_experts = ".experts." in shard.key
+        at = list(shard.global_offset)
+        if shard.global_shape[0] == LAYERS:
+            at[0] = shard.global_offset[0] % (LAYERS // MESH.pp) + stage * LAYERS // MESH.pp
+        if of_experts:
+            at[1] = shard.global_offset[1] % (EXPERTS // MESH.ep) + share * EXPERTS // MESH.ep
+        shard.global_offset = tuple(at)
+        shard.replica_id = (*shard.replica_id[:-1], replica if of_experts else rank)
+        if shard.global_shape[0] != LAYERS:
+            shard.replica_id = (stage, *shard.replica_id[1:])
+    return found
 
 
 def main() -> None:

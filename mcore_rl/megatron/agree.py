@@ -1,5 +1,6 @@
 """Agreement of all ranks on results, decisions and errors that a single rank has found."""
 
+import pickle
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -118,6 +119,29 @@ def from_first_of_model(value: T, mesh: Mesh, of_stage: Callable[[T, int], T] | 
         parts = [of_stage(box[0], stage) for stage in range(pp.size)] if pp.rank == 0 else None
         dist.scatter_object_list(box, parts, group=pp.group, group_src=0)
     return box[0]
+
+
+def gathered_on(to_rank: int, value: T | None) -> list[T | None]:
+    """Collective over the world: return all ranks' values on `to_rank`, and [] elsewhere. A rank with None sends
+    nothing, while torch's own gather takes as many bytes of each rank as of the one that has most.
+    """
+    rank, data = dist.get_rank(), b"" if value is None else pickle.dumps(value)
+    sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    sizes[rank] = len(data)
+    dist.all_reduce(sizes)
+    if rank != to_rank:
+        if data:
+            dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), to_rank)
+        return []
+    values: list[T | None] = []
+    for owner, size in enumerate(sizes.tolist()):
+        if owner == rank or not size:
+            values.append(value if owner == rank else None)
+            continue
+        box = torch.empty(size, dtype=torch.uint8)
+        dist.recv(box, owner)
+        values.append(pickle.loads(box.numpy().tobytes()))
+    return values
 
 
 def refuse_anywhere(problems: Sequence[str], kind: type[McoreRlError]) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import CheckpointError
+from mcore_rl.megatron.agree import gathered_on
 from mcore_rl.megatron.mesh import Axis, Mesh, is_first_chunk, is_last_chunk
 from mcore_rl.megatron.platform import Platform
 from mcore_rl.megatron.vocab import DeferredLogits, cross_entropy, exclude_padding
@@ -75,19 +76,18 @@ def copy_in(chunks: Sequence[nn.Module], tensors: Mapping[str, Tensor]) -> None:
 def gathered(shards: Sequence[LocalShard], mesh: Mesh, to_rank: int = 0) -> dict[str, Tensor]:
     """Collective over the world: return all ranks' shards as whole CPU tensors on `to_rank`, and {} elsewhere."""
     own = [shard for shard in shards if shard.is_main]
-    of_ranks: list[list[LocalShard]] = [[] for _ in range(mesh.world.size)]
     described = [replace(shard, data=torch.empty_like(shard.data, device="meta")) for shard in own]
-    dist.all_gather_object(of_ranks, described, group=mesh.world.group)
     rank, tensors = mesh.world.rank, dict[str, Tensor]()
+    of_ranks = gathered_on(to_rank, described or None)
+    for shard in own if rank != to_rank else ():
+        # By main memory, where they end: `to_rank` may have none of the shards, and so cannot tell their device.
+        data = shard.data.detach().cpu().contiguous()
+        dist.send(data.view(-1).view(torch.uint8), to_rank, group=mesh.world.group)
     for owner, theirs in enumerate(of_ranks):
-        for index, shard in enumerate(theirs):
-            # By main memory, where they end: `to_rank` may have none of the shards, and so cannot tell their device.
-            data = own[index].data.detach().cpu().contiguous() if rank == owner else None
-            if data is not None and rank != to_rank:
-                dist.send(data.view(-1).view(torch.uint8), to_rank, group=mesh.world.group)
-            if rank != to_rank:
-                continue
-            if data is None:
+        for index, shard in enumerate(theirs or ()):
+            if owner == rank:
+                data = own[index].data.detach().cpu().contiguous()
+            else:
                 flat = torch.empty(shard.data.nbytes, dtype=torch.uint8)
                 dist.recv(flat, owner, group=mesh.world.group)
                 data = flat.view(shard.data.dtype)

@@ -27,7 +27,7 @@ from mcore_rl.families.weight_map import (
     sizes,
     whole,
 )
-from mcore_rl.megatron.agree import on_every_rank, wait_for_hosts
+from mcore_rl.megatron.agree import gathered_on, on_every_rank, wait_for_hosts
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.model.adapters import merged_shards
 from mcore_rl.model.build import LocalShard, local_shards
@@ -116,12 +116,11 @@ class WeightStream:
         self._chunks, self._mesh, self._to_rank = chunks, mesh, to_rank
         own = [_held(shard) for shard in self._shards()]
         gathers = mesh.world.rank == to_rank
-        held: list[list[_Held]] = [own if rank == mesh.world.rank else [] for rank in range(mesh.world.size)]
-        if mesh.world.size > 1:
-            dist.gather_object(own, held if gathers else None, to_rank, group=mesh.world.group)
+        told = gathered_on(to_rank, own or None)
+        held = dict(enumerate(told)) if gathers else {mesh.world.rank: own}
         weights = weight_map(model.model_copy(update={"mtp_layers": 0}))
         copies = copies_into_megatron(weights.blocks)
-        pieces = {rank: _pieces(copies, shards) for rank, shards in enumerate(held) if shards}
+        pieces = {rank: _pieces(copies, shards) for rank, shards in held.items() if shards}
         on_every_rank(lambda: _check(weights, pieces) if gathers else None)
         originals = {name: name for name in weights.hf_shapes} | {copy.name: copy.original for copy in weights.copies}
         self._buckets: dict[str, list[str]] = {}

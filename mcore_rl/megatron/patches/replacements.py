@@ -4,9 +4,10 @@ import dataclasses
 import functools
 import importlib
 import io
+import itertools
 import math
 import queue
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,6 +57,49 @@ def validate_plan_on_grid(validate: Callable[[Any, Any], Any]) -> Callable[[Any,
         return validate(global_plan, dataclasses.replace(metadata, state_dict_metadata=rest))
 
     return check
+
+
+def read_items_on_grid(create: Callable[[str, Any, Sequence[Any]], list[Any]]) -> Callable[..., list[Any]]:
+    """Return torch's plan to read chunks of a tensor, which compares each with all stored ones, with nearby ones alone."""
+
+    def items(fqn: str, stored: Any, local_chunks: Sequence[Any]) -> list[Any]:
+        places = [tuple(chunk.offsets) for chunk in stored.chunks]
+        at = {place: index for index, place in enumerate(places)}
+        if len(at) != len(places) or not places or not _is_grid(places, [tuple(c.sizes) for c in stored.chunks]):
+            return create(fqn, stored, local_chunks)
+        found, size = [], tuple(stored.chunks[0].sizes)
+        for index, chunk in enumerate(local_chunks):
+            axes = zip(chunk.offsets, chunk.sizes, size, strict=True)
+            cells = itertools.product(*(range(start - start % n, start + length, n) for start, length, n in axes))
+            near = [at[cell] for cell in cells if cell in at]
+            for item in create(fqn, replace(stored, chunks=[stored.chunks[place] for place in near]), [chunk]):
+                source, target = item.storage_index, replace(item.dest_index, index=index)
+                found.append(replace(item, dest_index=target, storage_index=replace(source, index=near[source.index])))
+        return found
+
+    return items
+
+
+def shards_to_least_busy(_: Any) -> Callable[..., dict[Any, int]]:
+    """Return Megatron's choice of the rank that saves or loads each shard, in a time that grows with the copies' number
+    and not with its product with the number of ranks.
+    """
+
+    def distribute(
+        shard_to_ranks: Mapping[Any, Sequence[int]],
+        shard_to_size: Mapping[Any, int],
+        num_ranks: int,
+        last: Collection[Any] = (),
+    ) -> dict[Any, int]:
+        busy, chosen = [0] * num_ranks, dict[Any, int]()
+        for shard in sorted(
+            shard_to_ranks, key=lambda one: (one in last, len(shard_to_ranks[one]), -shard_to_size[one], one)
+        ):
+            rank = chosen[shard] = min(shard_to_ranks[shard], key=lambda rank: (busy[rank], rank))
+            busy[rank] += shard_to_size[shard]
+        return chosen
+
+    return distribute
 
 
 def _is_whole(entry: Any) -> bool:
