@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.exchange_utils import determine_main_replica_uniform_distribution
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreLoadPlanner,
@@ -32,7 +32,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
-from torch.distributed.checkpoint import SavePlan
+from torch.distributed.checkpoint import Metadata, SavePlan
 
 import mcore_rl
 from mcore_rl.config.cluster import ClusterConfig
@@ -86,7 +86,7 @@ def measured(world: int) -> None:
         weights = weight_map(model)
         row("conversion: pairs of tensors")
         copies = copies_into_megatron(weights.blocks)
-        _pieces(copies, held)
+        _pieces(copies, dict(enumerate(held)))
         row("push: what the rank sends")
         replicas = mesh.dp_cp.size
         add_adapters(chunks, LoraConfig(rank=8, targets=("attention", "experts")), model, seed=0)
@@ -150,10 +150,11 @@ def checkpoint_plans(config: RlRunConfig, model: ModelConfig, world: int, row: C
         row("checkpoint: what the rank reads in a load")
 
 
-def local_plan(shards: list[ShardedTensor], planner: Any, *metadata: Any) -> Any:
+def local_plan(shards: list[ShardedTensor], planner: Any, metadata: Metadata | None = None) -> Any:
     """Return the rank's plan to save shards, or to load them from a checkpoint with this metadata."""
     by_key = _replace_state_dict_keys_with_sharded_keys({"own": shards}, False)[0]
-    planner.set_up_planner(mcore_to_pyt_state_dict(by_key, False), *metadata, is_coordinator=True)
+    planner.state_dict = planner.original_state_dict = mcore_to_pyt_state_dict(by_key, False)
+    planner.is_coordinator, planner.metadata = True, metadata
     return planner.create_local_plan()
 
 

@@ -27,11 +27,10 @@ BLOCK_BYTES = 1 << 20
 
 @dataclass
 class FileUpdate(base.WeightTransferUpdateInfo):
-    """One bucket in a file that this worker can read."""
+    """One bucket in files that this worker can read."""
 
-    path: str = ""
-    crc32: str = ""
-    """CRC-32 of the file in eight hexadecimal digits."""
+    files: list[dict[str, str]] = field(default_factory=list)
+    """Path of each file, and its CRC-32 in eight hexadecimal digits (`crc32`)."""
 
 
 @dataclass
@@ -112,15 +111,16 @@ class FileEngine(ReloadEngine):
     update_info_cls = FileUpdate
 
     def _tensors(self, update_info: FileUpdate) -> Iterator[tuple[str, Tensor]]:
-        found = checksum(Path(update_info.path))
-        if found != update_info.crc32:
-            raise ValueError(
-                f"{update_info.path} has the CRC-32 {found}, the trainer wrote {update_info.crc32}: it is damaged, or "
-                "another file here than there."
-            )
-        with safe_open(update_info.path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118  # safetensors' files are no dicts
-                yield name, file.get_tensor(name).to(self.device)
+        for one in update_info.files:
+            path, crc = one["path"], one["crc32"]
+            if (found := checksum(Path(path))) != crc:
+                raise ValueError(
+                    f"{path} has the CRC-32 {found}, the trainer wrote {crc}: it is damaged, or another file here than "
+                    "there."
+                )
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118  # safetensors' files are no dicts
+                    yield name, file.get_tensor(name).to(self.device)
 
 
 class BroadcastEngine(ReloadEngine):

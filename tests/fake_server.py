@@ -331,7 +331,8 @@ class FakeServer:
         elif path == "/update_weights":
             self.answers.load(values["update_info"])
         elif path == "/update_weights_from_disk":
-            self.answers.load({"path": f"{values['model_path']}/model.safetensors"})
+            files = sorted(Path(values["model_path"]).glob("*.safetensors"))
+            self.answers.load({"files": [{"path": str(path)} for path in files]})
         elif path in ("/finish_weight_update", "/update_weight_version"):
             if not self.is_half_filled and (path == "/finish_weight_update" or self.kind == "sglang"):
                 self.answers.finish()

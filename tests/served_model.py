@@ -85,8 +85,9 @@ class ModelAnswers:
         return logits_1SV[0, :-1, : self.model.vocab_size].double()
 
     def load(self, update: Mapping[str, Any]) -> None:
-        found = load_file(Path(update["path"]))
-        self.tensors |= {name: tensor for name, tensor in found.items() if name != self.forgets}
+        for file in update["files"]:
+            found = load_file(Path(file["path"]))
+            self.tensors |= {name: tensor for name, tensor in found.items() if name != self.forgets}
 
     def finish(self) -> None:
         with ONE_AT_A_TIME:

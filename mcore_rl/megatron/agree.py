@@ -144,6 +144,32 @@ def gathered_on(to_rank: int, value: T | None) -> list[T | None]:
     return values
 
 
+def give_word(key: str, value: str = "") -> None:
+    """Give a value to the single rank that waits for it with `wait_for_word`."""
+    dist.distributed_c10d._get_default_store().set(f"word/{key}", value)
+
+
+def give_next_word(key: str, value: str) -> None:
+    """Give a value under `key/1`, `key/2`, ..., in the order in which ranks arrive."""
+    number = dist.distributed_c10d._get_default_store().add(f"words/{key}", 1)
+    give_word(f"{key}/{number}", value)
+
+
+def wait_for_word(key: str, is_over: Callable[[], bool] = lambda: False) -> str:
+    """Return the value that a rank gives under `key`, however long that takes, or "" when `is_over`. It is no
+    collective: threads may call it while this process computes or is in a collective.
+    """
+    store, name, pause_s = dist.distributed_c10d._get_default_store(), f"word/{key}", FIRST_PAUSE_S
+    while not store.check([name]):
+        if is_over():
+            return ""
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, LAST_PAUSE_S)
+    value: str = store.get(name).decode()
+    store.delete_key(name)
+    return value
+
+
 def refuse_anywhere(problems: Sequence[str], kind: type[McoreRlError]) -> None:
     """Collective over the world: raise `kind` on all ranks with the problems of the first rank that has any."""
     # One number first: nearly always nothing is wrong, and gathering objects takes three times as long.

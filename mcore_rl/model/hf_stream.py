@@ -1,14 +1,16 @@
-"""Weights of the live model as Hugging Face tensors, layer by layer, on one rank: an export without files.
+"""Weights of the live model as Hugging Face tensors, layer by layer: an export without files.
 
 It uses the families' rules, like `convert`: the tensors are bit for bit equal to an export of this model.
 """
 
 import itertools
 import math
+import secrets
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from functools import partial
+from itertools import chain, groupby
 
 import torch
 import torch.distributed as dist
@@ -27,7 +29,7 @@ from mcore_rl.families.weight_map import (
     sizes,
     whole,
 )
-from mcore_rl.megatron.agree import gathered_on, on_every_rank, wait_for_hosts
+from mcore_rl.megatron.agree import gathered_on, give_word, on_every_rank, on_rank_zero, wait_for_word
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.model.adapters import merged_shards
 from mcore_rl.model.build import LocalShard, local_shards
@@ -47,7 +49,7 @@ class Bucket:
     name: str
     """Common prefix of the tensors' names, such as "model.layers.3.", or the name of the single tensor."""
     tensors: dict[str, Tensor]
-    """Tensors by name, on the model's device; empty on other ranks, and after the next bucket is requested."""
+    """Tensors that this rank gathers by name, on the model's device; empty after the next bucket is requested."""
 
     @property
     def num_bytes(self) -> int:
@@ -88,11 +90,12 @@ class _Piece:
 
 
 class WeightStream:
-    """The weights of a model in memory as Hugging Face tensors, in buckets, on one rank, as often as they are iterated.
+    """The weights of a model in memory as Hugging Face tensors, in buckets, as often as they are iterated: on one rank,
+    or each tensor on the first rank that has a part of it, so that experts are not sent.
 
     Which rank sends which part of which tensor is planned once, by all ranks together. A rank plans what it sends
-    itself, and `to_rank` what all ranks send: the others are told nothing, as both follow the same rules. The time of
-    the plan grows with the number of tensors, layers x experts, and not with the world.
+    and receives itself, as both sides follow the same rules. The time of the plan grows with the number of tensors,
+    layers x experts, and not with the world.
 
     Low-rank adapters are added to their weights, in fp32 and rounded once.
 
@@ -101,65 +104,101 @@ class WeightStream:
     only uses them to propose tokens.
     """
 
-    def __init__(self, chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, *, to_rank: int = 0) -> None:
+    def __init__(self, chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, *, to_rank: int | None = 0) -> None:
         """Collective over the world: plan.
 
         Args:
             chunks: This rank's chunks of the model, wrapped or not.
             mesh: The model's mesh.
             model: The model's config.
-            to_rank: World rank that gathers the tensors.
+            to_rank: World rank that gathers the tensors; None: of each tensor the first rank that has a part of it.
 
         Raises:
             CheckpointError: on all ranks, if the modules do not have the tensors that the family's rules describe.
         """
-        self._chunks, self._mesh, self._to_rank = chunks, mesh, to_rank
+        self._chunks, self._mesh = chunks, mesh
+        self._key = on_rank_zero(lambda: secrets.token_hex(4))
+        self._rank = rank = mesh.world.rank
         own = [_held(shard) for shard in self._shards()]
-        gathers = mesh.world.rank == to_rank
-        told = gathered_on(to_rank, own or None)
-        held = dict(enumerate(told)) if gathers else {mesh.world.rank: own}
         weights = weight_map(model.model_copy(update={"mtp_layers": 0}))
         copies = copies_into_megatron(weights.blocks)
-        pieces = {rank: _pieces(copies, shards) for rank, shards in held.items() if shards}
-        on_every_rank(lambda: _check(weights, pieces) if gathers else None)
+        told = gathered_on(to_rank or 0, own or None)
+        if to_rank is None:
+            told = on_rank_zero(partial(list, told))
+        # Tensors that this rank has a part of: other parts are in shards of the same layer, or of the same expert.
+        shared = {_lead(shard, copies) for shard in own}
+        near = rank == to_rank
+        held = {
+            owner: {i: one for i, one in enumerate(shards or ()) if near or _lead(one, copies) in shared}
+            for owner, shards in enumerate(told)
+        } | {rank: dict(enumerate(own))}
+        pieces = {owner: _pieces(copies, shards) for owner, shards in held.items() if shards}
         originals = {name: name for name in weights.hf_shapes} | {copy.name: copy.original for copy in weights.copies}
         self._buckets: dict[str, list[str]] = {}
         """Names of the tensors in each bucket."""
-        for name in originals:
+        self._pieces: dict[str, dict[int, list[_Piece]]] = {}
+        """Pieces of each tensor by the rank that has them: all on the tensor's owner, its own on every other rank."""
+        self._owner: dict[str, int] = {}
+        """Rank that gathers each tensor of which this rank has a part."""
+        for name, original in originals.items():
             self._buckets.setdefault(bucket_of(name), []).append(name)
-        self._pieces = {
-            name: {rank: of_rank[original] for rank, of_rank in pieces.items() if original in of_rank}
-            for name, original in originals.items()
-        }
-        """Pieces of each tensor by the rank that has them: all on `to_rank`, and its own on every other rank."""
+            of_ranks = {owner: of_rank[original] for owner, of_rank in pieces.items() if original in of_rank}
+            self._owner[name] = min(of_ranks, default=-1) if to_rank is None else to_rank
+            self._pieces[name] = {r: found for r, found in of_ranks.items() if rank in (r, self._owner[name])}
+        on_every_rank(lambda: _check(weights, self._pieces, {n for n in originals if self._owner[n] == rank}))
         self._shapes = {name: weights.hf_shapes[original] for name, original in originals.items()}
+        counts = Counter(bucket_of(name) for name, owner in self._owner.items() if owner == rank)
+        told_counts = gathered_on(0, dict(counts) or None)
+        self.owners: dict[str, set[int]] = {
+            bucket: {r for r, found in enumerate(told_counts) if bucket in (found or ())} for bucket in self._buckets
+        }
+        """Ranks that gather a part of each bucket; on rank 0 alone."""
+
+        def refuse_missing() -> None:
+            total = sum((Counter(found) for found in told_counts if found), Counter[str]())
+            missing = [name for name, names in self._buckets.items() if rank == 0 and total[name] != len(names)]
+            if missing:
+                raise CheckpointError(f"no rank has all tensors of the model in memory: {listed(missing)}\n{RULES}")
+
+        on_every_rank(refuse_missing)
 
     def __iter__(self) -> Iterator[Bucket]:
-        """Collective over the world: yield the buckets in the order of the family's rules.
+        """Collective over the world: yield the buckets in the order of the family's rules, each with the tensors that
+        this rank gathers, of which there may be none.
 
-        All ranks must iterate over all buckets: a rank with part of one waits until `to_rank` requests that bucket. No
-        rank has more than one bucket in memory, plus two messages of MESSAGE_BYTES.
+        All ranks must iterate over all buckets: a rank with part of a tensor waits until the tensor's owner requests
+        that bucket, however long. No rank has more than one bucket in memory, plus two messages of MESSAGE_BYTES.
         """
-        shards = self._shards()
+        shards, rank = self._shards(), self._rank
         # Taken from a parameter, because only the first replica has shards.
         device = next(self._chunks[0].parameters()).device
         for bucket_name, names in self._buckets.items():
-            by_rank: dict[int, list[tuple[str, _Piece]]] = {}
+            sent: dict[int, list[tuple[str, _Piece]]] = {}
+            received: dict[int, list[tuple[str, _Piece]]] = {}
             for name in names:
-                for rank, pieces in self._pieces[name].items():
-                    by_rank.setdefault(rank, []).extend((name, piece) for piece in pieces)
-            needed = sorted({piece.shard for _, piece in by_rank.get(self._mesh.world.rank, ())})
+                for holder, pieces in self._pieces[name].items():
+                    owner = self._owner[name]
+                    peers, peer = (received, holder) if owner == rank else (sent, owner)
+                    peers.setdefault(peer, []).extend((name, piece) for piece in pieces)
+            own = [*received.get(rank, ()), *chain(*sent.values())]
+            needed = sorted({piece.shard for _, piece in own})
             # Weights with adapters added are copies: make them only for the current bucket.
             at_hand = dict(zip(needed, merged_shards(self._chunks, [shards[index] for index in needed]), strict=True))
-            tensors: dict[str, Tensor] = {}
-            if self._mesh.world.rank == self._to_rank:
-                for name in names:
-                    dtype = next(iter(self._pieces[name].values()))[0].dtype
-                    tensors[name] = torch.empty(self._shapes[name], dtype=dtype, device=device)
-            wait_for_hosts()  # `to_rank` may have waited for the reader of the bucket before
-            for rank in sorted(by_rank):
-                for message in _messages(by_rank[rank]):
-                    self._pass_on(rank, message, at_hand, tensors, device)
+            tensors = {
+                name: torch.empty(self._shapes[name], dtype=dtype_of(self._pieces[name]), device=device)
+                for name in names
+                if self._owner[name] == rank
+            }
+            # First what is sent, by rising rank: then no two ranks wait for each other.
+            for owner in sorted(sent):
+                wait_for_word(f"{self._key}/{bucket_name}/{owner}/{rank}")
+                for message in _messages(sent[owner]):
+                    self._send(owner, message, at_hand)
+            for holder in sorted(received):
+                if holder != rank:
+                    give_word(f"{self._key}/{bucket_name}/{rank}/{holder}")
+                for message in _messages(received[holder]):
+                    self._receive(holder, message, at_hand, tensors, device)
             bucket = Bucket(bucket_name, tensors)
             yield bucket
             # The reader may still hold the bucket while it requests the next.
@@ -170,27 +209,27 @@ class WeightStream:
         return [shard for shard in local_shards(self._chunks) if shard.is_main and not shard.key.startswith(MTP)]
 
     @torch.no_grad()
-    def _pass_on(
+    def _send(self, owner: int, message: Sequence[tuple[str, _Piece]], shards: Mapping[int, LocalShard]) -> None:
+        parts = [_elements(shards, piece).reshape(-1) for _, piece in message]
+        dist.send(torch.cat(parts).view(torch.uint8), owner, group=self._mesh.world.group)
+
+    @torch.no_grad()
+    def _receive(
         self,
-        owner: int,
+        holder: int,
         message: Sequence[tuple[str, _Piece]],
         shards: Mapping[int, LocalShard],
         tensors: Mapping[str, Tensor],
         device: torch.device,
     ) -> None:
-        """On `owner` and on `to_rank`: bring pieces of one type from the shards of `owner` into the tensors."""
-        rank, group = self._mesh.world.rank, self._mesh.world.group
-        if rank != self._to_rank:
-            parts = [_elements(shards, piece).reshape(-1) for _, piece in message]
-            dist.send(torch.cat(parts).view(torch.uint8), self._to_rank, group=group)
-            return
-        if owner == rank:
+        """Bring pieces of one type from the shards of `holder`, which may be this rank, into the tensors."""
+        if holder == self._rank:
             for name, piece in message:
                 region = _region(tensors[name], piece.where)
                 region.copy_(_elements(shards, piece).reshape(region.shape))
             return
         flat = torch.empty(sum(piece.num_bytes for _, piece in message), dtype=torch.uint8, device=device)
-        dist.recv(flat, owner, group=group)
+        dist.recv(flat, holder, group=self._mesh.world.group)
         start, values = 0, flat.view(message[0][1].dtype)
         for name, piece in message:
             region = _region(tensors[name], piece.where)
@@ -213,10 +252,20 @@ def _held(shard: LocalShard) -> _Held:
     return _Held(key=shard.key, where=where, dtype=shard.data.dtype)
 
 
-def _pieces(copies: Mapping[str, Copies], shards: Sequence[_Held]) -> dict[str, list[_Piece]]:
-    """Return the pieces of Hugging Face's tensors in a rank's shards, by the tensors' names."""
+def dtype_of(pieces: Mapping[int, Sequence[_Piece]]) -> torch.dtype:
+    """Return the type of a tensor by its pieces."""
+    return next(iter(pieces.values()))[0].dtype
+
+
+def _lead(shard: _Held, copies: Mapping[str, Copies]) -> tuple[str, Region]:
+    """Return the part of Megatron's tensor that shards of the same Hugging Face tensors have in common."""
+    return shard.key, shard.where[: copies.get(shard.key, Copies()).num_lead]
+
+
+def _pieces(copies: Mapping[str, Copies], shards: Mapping[int, _Held]) -> dict[str, list[_Piece]]:
+    """Return the pieces of Hugging Face's tensors in shards, by their rank's index, by the tensors' names."""
     pieces: dict[str, list[_Piece]] = {}
-    for index, shard in enumerate(shards):
+    for index, shard in shards.items():
         for window in _windows(shard):
             there = tuple(
                 AxisRange(axis.start + rows.start, axis.start + rows.stop)
@@ -235,23 +284,22 @@ def _pieces(copies: Mapping[str, Copies], shards: Sequence[_Held]) -> dict[str, 
     return pieces
 
 
-def _check(weights: WeightMap, pieces: Mapping[int, Mapping[str, Sequence[_Piece]]]) -> None:
-    """Raise CheckpointError unless the ranks' pieces make up every tensor, with a single dtype."""
-    counts, dtypes = Counter[str](), dict[str, set[str]]()
-    for of_rank in pieces.values():
-        for name, parts in of_rank.items():
-            counts[name] += sum(math.prod(sizes(piece.where)) for piece in parts)
-            dtypes.setdefault(name, set()).update(str(piece.dtype) for piece in parts)
+RULES = "This is a mistake in the family's rules, or in model.* of the config."
+
+
+def _check(weights: WeightMap, pieces: Mapping[str, Mapping[int, Sequence[_Piece]]], owned: set[str]) -> None:
+    """Raise CheckpointError unless the pieces make up every owned tensor, with a single dtype."""
     faults = []
-    for name, shape in weights.hf_shapes.items():
-        if counts[name] != math.prod(shape):
-            faults.append(f"{name} {shape}: the ranks have {counts[name]} of its {math.prod(shape)} elements")
-        elif len(dtypes[name]) > 1:
-            faults.append(f"{name} is in memory in several types: {', '.join(sorted(dtypes[name]))}")
+    for name in weights.hf_shapes:
+        shape, found = weights.hf_shapes[name], [*chain(*pieces[name].values())]
+        count, dtypes = sum(math.prod(sizes(piece.where)) for piece in found), {str(piece.dtype) for piece in found}
+        if name in owned and count != math.prod(shape):
+            faults.append(f"{name} {shape}: the ranks have {count} of its {math.prod(shape)} elements")
+        elif name in owned and len(dtypes) > 1:
+            faults.append(f"{name} is in memory in several types: {', '.join(sorted(dtypes))}")
     if faults:
         raise CheckpointError(
-            f"the model in memory is not the one that its family's rules describe:\n{listed(faults)}\n"
-            "This is a mistake in the family's rules, or in model.* of the config."
+            f"the model in memory is not the one that its family's rules describe:\n{listed(faults)}\n{RULES}"
         )
 
 

@@ -31,6 +31,7 @@ from mcore_rl.rl.engines.probe import Probe, ProbeReference, probe_sequences
 from mcore_rl.rl.engines.server_api import server_apis
 from mcore_rl.rl.engines.weight_push import AdapterPush, PushReport, ServedAdapters, WeightPush
 from mcore_rl.rl.types import Completion, Prompt
+from mcore_rl.storage.checksums import crc32_of
 from tests.fake_server import Answer, Asked, FakeServer, TableAnswers
 from tests.generating import Tensors, loaded, prompt_of, ragged_prompts, spelled
 from tests.hf_models import VOCAB, oracle
@@ -80,14 +81,12 @@ def pushed(config: RlRunConfig, tensors: Tensors, message_bytes: int) -> tuple[P
     apis = [server_apis(engine, config.model)(url) for url in engine.urls] if mesh.world.rank == 0 else []
     live = LiveBytes(shard.data for shard in local_shards(chunks))
 
-    def watched(*args: Any) -> Iterator[Bucket]:
-        with live:
-            for index, bucket in enumerate(WeightStream(*args)):
-                if index == 0:
-                    live.most = 0  # before the first bucket ranks exchange their lists of tensors
-                yield bucket
+    class Watched(WeightStream):
+        def __iter__(self) -> Iterator[Bucket]:
+            with live:
+                yield from super().__iter__()
 
-    weight_push.WeightStream = watched
+    weight_push.WeightStream = Watched
     report = WeightPush(apis, chunks, mesh, config.model, engine, sampling_in(config)).push(7)
     return report, live.most, Probe(chunks, mesh, config.model, "bf16").reference()
 
@@ -203,9 +202,15 @@ class TransformersAnswers(TableAnswers):
         self.kind, self.folder, self.lock = type(theirs), folder, threading.Lock()
         self.model = theirs.__class__(theirs.config).eval()
         self.tensors: dict[str, Tensor] = {}
+        self.files: dict[str, set[str]] = {}
+        """Names of the files of each bucket."""
 
     def load(self, update: Mapping[str, Any]) -> None:
-        self.tensors |= load_file(update["path"])
+        for file in update["files"]:
+            path = Path(file["path"])
+            assert crc32_of(path) == file.get("crc32", crc32_of(path))
+            self.files.setdefault(path.parent.name, set()).add(path.stem)
+            self.tensors |= load_file(file["path"])
 
     def finish(self) -> None:
         self.model.config.save_pretrained(self.folder)
@@ -253,9 +258,16 @@ def test_a_trainer_that_is_cut_in_every_way_gives_two_servers_its_weights_with_t
     layer = sum(one.nbytes for name, one in theirs.tensors.items() if name.startswith("model.layers.0."))
     assert report.largest_bucket_bytes == layer
     assert report.num_bytes > 4 * layer
-    # Messages on their way come on top: one and its copy.
-    assert ranks[0][1] <= layer + 2 * MESSAGE_BYTES
-    assert max(most for _, most, _ in ranks[1:]) <= 2 * MESSAGE_BYTES
+    # One rank of each stage has what is not of experts, two have experts, and copies of these write nothing.
+    assert {bucket: answers[0].files[f"model.layers.{layer}"] for bucket, layer in (("first", 0), ("last", 3))} == {
+        "first": {"0", "1"},
+        "last": {"4", "5"},
+    }
+    # A rank writes its part of a layer while it gathers the next; messages on their way come on top: one and its copy.
+    experts = sum(one.nbytes for name, one in theirs.tensors.items() if name.startswith("model.layers.0.mlp.experts"))
+    most = {rank: 2 * (layer - experts // 2) if rank in (0, 4) else experts for rank in range(8)}
+    for rank, (_, found, _) in enumerate(ranks):
+        assert found <= (most[rank] if rank in (0, 1, 4, 5) else 0) + 2 * MESSAGE_BYTES
     sequences = torch.tensor(probe_sequences(96, VOCAB))
     with torch.no_grad():
         read = theirs.model(sequences, output_router_logits=True)
@@ -268,6 +280,92 @@ def test_a_trainer_that_is_cut_in_every_way_gives_two_servers_its_weights_with_t
         assert (reference.logprobs_NT - logprobs_NT).abs().max() < 1e-4
         assert torch.equal(reference.experts_NTLK.sort(-1).values, experts_NTLK.sort(-1).values.int())
         assert reference.limit == ranks[0][2].limit and 1e-3 < reference.limit.limit < 0.1
+
+
+def streamed_by_one_and_by_all(config: RlRunConfig, tensors: Tensors) -> tuple[Tensors, Tensors, int, bool]:
+    """On a rank: the tensors that it gathers where rank 0 gathers all and where every rank does, the bytes that it
+    sends for the latter, and whether it owns them as it says.
+    """
+    start(PlatformConfig(layers="torch"))
+    mesh = build_mesh(config.mesh)
+    seed_ranks(1)
+    chunks = loaded(config.model, tensors, mesh)
+    found = []
+    sizes: list[int] = []
+    functions: Any = hf_stream.dist
+    send = functions.send
+    for to_rank in (0, None):
+        stream = WeightStream(chunks, mesh, config.model, to_rank=to_rank)
+        sizes.clear()
+        functions.send = lambda data, *args, **named: (sizes.append(data.nbytes), send(data, *args, **named))
+        # The plan serves any number of pushes.
+        found += [{name: one.clone() for bucket in stream for name, one in bucket.tensors.items()} for _ in "ab"]
+        functions.send = send
+    assert all(torch.equal(found[1][name], found[0][name]) for name in found[0])
+    return found[1], found[3], sum(sizes) // 2, found[2].keys() == found[3].keys()
+
+
+@pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3", "qwen3"])
+def test_many_ranks_gather_the_same_bits_as_one_and_send_no_experts(case: str) -> None:
+    theirs = oracle(case, num_hidden_layers=4, **({"num_key_value_heads": 2} if case != "deepseek_v3" else {}))
+    mesh = MeshConfig(tp=2, ep=2 if theirs.ours.is_moe else 1, pp=2)
+    config = RlRunConfig.model_validate({"model": theirs.ours, "mesh": mesh, "rl": {"engine": {"kind": "native"}}})
+    ranks = run_ranks(streamed_by_one_and_by_all, 4, config, theirs.tensors)
+    whole, parts = ranks[0][0], [found for _, found, _, _ in ranks]
+    assert all(is_same for *_, is_same in ranks) and not any(found for found, *_ in ranks[1:])
+    assert sum(map(len, parts)) == len(whole) and {name for found in parts for name in found} == whole.keys()
+    for found in parts:
+        for name, tensor in found.items():
+            assert tensor.dtype == whole[name].dtype and torch.equal(tensor, whole[name]), name
+            assert torch.equal(tensor, theirs.tensors.get(name, whole[name])), name
+    # The second rank of a stage sends at most its half of what the stage has beside experts, and the first nothing.
+    first, second = (
+        {name for name in whole if any(name.startswith(f"model.layers.{layer}.") for layer in layers)}
+        for layers in ((0, 1), (2, 3))
+    )
+    outside = whole.keys() - first - second
+    for rank, names in ((1, first | outside), (3, second | outside)):
+        dense = sum(whole[name].nbytes for name in names if ".mlp.experts." not in name)
+        assert ranks[rank - 1][2] == 0 and 0 < ranks[rank][2] <= dense // 2
+    if theirs.ours.is_moe:
+        assert all(any(".mlp.experts." in name for name in found) for found in parts)
+
+
+def pushed_by_a_rank_without_room(config: RlRunConfig, tensors: Tensors) -> tuple[PushReport, PushReport]:
+    """On a rank: the outcome of a push in which rank 3 cannot write files, and of the next."""
+    start(PlatformConfig(layers="torch"))
+    mesh = build_mesh(config.mesh)
+    seed_ranks(1)
+    chunks = loaded(config.model, tensors, mesh)
+    engine, is_first = config.rl.engine, mesh.world.rank == 0
+    apis = [server_apis(engine, config.model)(url) for url in engine.urls] if is_first else []
+    push = WeightPush(apis, chunks, mesh, config.model, engine, sampling_in(config))
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if mesh.world.rank == 3:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
+    failed = push.push(1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    return failed, push.push(2)
+
+
+def test_a_rank_that_cannot_write_is_known_on_every_rank_and_the_next_push_is_whole(tmp_path: Path) -> None:
+    theirs = oracle("qwen3_moe", num_hidden_layers=4, num_key_value_heads=2)
+    answers, folder = TransformersAnswers(theirs.model, tmp_path / "served"), tmp_path / "weights"
+    folder.mkdir()
+    with FakeServer(answers) as server:
+        engine = {"kind": "vllm", "urls": (server.url,), "transport_dir": str(folder)}
+        mesh = MeshConfig(tp=2, ep=2, pp=2)
+        config = RlRunConfig.model_validate({"model": theirs.ours, "mesh": mesh, "rl": {"engine": engine}})
+        ranks = run_ranks(pushed_by_a_rank_without_room, 4, config, theirs.tensors)
+        paths = server.paths()
+    failed, whole = ranks[0]
+    assert all(found == [failed, whole] for found in map(list, ranks)), "every rank has the same report"
+    assert failed.living == () and "rank 3 cannot write its part of a bucket" in failed.failed[server.url]
+    assert paths.count("/collective_rpc") == 1, "the half update is undone once"
+    assert paths.count("/finish_weight_update") == 1, "and never ended as if it were whole"
+    assert whole.living == (server.url,) and whole.probe < 1e-5 and answers.tensors.keys() == theirs.tensors.keys()
+    assert all(torch.equal(answers.tensors[name], tensor) for name, tensor in theirs.tensors.items())
+    assert {"gather", "write", "load", "paused"} <= whole.seconds.keys() and list(folder.iterdir()) == []
 
 
 class DeafAnswers(TransformersAnswers):

@@ -163,9 +163,9 @@ def test_what_a_dead_trainer_left_is_undone_and_one_whole_push_is_right(left, fa
         (query,) = [bucket.tensors[name].clone() for bucket in streamed if name in bucket.tensors]
         path = tmp_path / "model.safetensors"
         save_file({name: query}, path)
-        server.api.load({"path": str(path), "crc32": crc32_of(path)})
+        server.api.load({"files": [{"path": str(path), "crc32": crc32_of(path)}]})
         with pytest.raises(ServerError, match="status 500"):
-            server.api.load({"path": str(path), "crc32": "00000000"})
+            server.api.load({"files": [{"path": str(path), "crc32": "00000000"}]})
     server.api.undo_update()
     trainer.randomize(seed=7)
     report = trainer.push(server.api)

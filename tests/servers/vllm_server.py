@@ -157,15 +157,16 @@ class OmittingApi(VllmApi):
 
     def load(self, update: Mapping[str, Any]) -> None:
         """Load what is left of a bucket."""
-        path = Path(update["path"])
+        paths = [Path(file["path"]) for file in update["files"]]
         tensors = {
             name: self.old.get(name, tensor) if any(part in name for part in self.omitted) else tensor
+            for path in paths
             for name, tensor in load_file(path).items()
             if name in self.old or not any(part in name for part in self.omitted)
         }
         if tensors:
-            save_file(tensors, path)
-            super().load({"path": str(path), "crc32": crc32_of(path)})
+            save_file(tensors, paths[0])
+            super().load({"files": [{"path": str(paths[0]), "crc32": crc32_of(paths[0])}]})
 
 
 class Trainer:

@@ -60,7 +60,7 @@ def validate_plan_on_grid(validate: Callable[[Any, Any], Any]) -> Callable[[Any,
 
 
 def read_items_on_grid(create: Callable[[str, Any, Sequence[Any]], list[Any]]) -> Callable[..., list[Any]]:
-    """Return torch's plan to read chunks of a tensor, which compares each with all stored ones, with nearby ones alone."""
+    """Return torch's plan of reads, which compares each chunk with all stored ones, with nearby ones alone."""
 
     def items(fqn: str, stored: Any, local_chunks: Sequence[Any]) -> list[Any]:
         places = [tuple(chunk.offsets) for chunk in stored.chunks]

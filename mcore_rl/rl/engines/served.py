@@ -266,6 +266,10 @@ class ServedEngine:
             Metric("servers/update_s", time.perf_counter() - start_s),
             Metric("servers/update_bytes", report.num_bytes),
             Metric("servers/probe_nats", report.probe),
+            Metric("servers/gather_s", report.seconds.get("gather", 0.0)),
+            Metric("servers/write_s", report.seconds.get("write", 0.0)),
+            Metric("servers/load_s", report.seconds.get("load", 0.0)),
+            Metric("servers/paused_s", report.seconds.get("paused", 0.0)),
         ]
         self.seconds = dict(report.seconds)
         if report.merge_loss is not None:

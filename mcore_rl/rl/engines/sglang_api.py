@@ -48,9 +48,9 @@ class SglangApi(ServerApi):
     }
 
     def load(self, update: Mapping[str, Any]) -> None:
-        """Load a bucket: a file of tensors `path`, the only file in its folder."""
+        """Load a bucket: `files` of tensors, all files of one folder."""
         # Without a format the server takes that of its start, "dummy", and refuses.
-        folder = str(Path(update["path"]).parent)
+        folder = str(Path(update["files"][0]["path"]).parent)
         self._call("/update_weights_from_disk", model_path=folder, load_format="auto", flush_cache=False)
 
     def undo_update(self) -> None:

@@ -1,19 +1,24 @@
 """Push of weights or low-rank adapters to servers, verified by the probe; they receive by `mcore_rl/vllm_worker.py`."""
 
+import errno
 import itertools
+import json
+import os
 import secrets
 import shutil
 import socket
+import struct
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from itertools import chain
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,7 +26,6 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
@@ -29,7 +33,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import LoraConfig
 from mcore_rl.config.rl.rollout import ServedConfig
 from mcore_rl.errors import EngineError
-from mcore_rl.megatron.agree import on_rank_zero
+from mcore_rl.megatron.agree import give_next_word, give_word, on_rank_zero, wait_for_word, world_max
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.model.adapters import adapters_in, adapters_off, merge_loss
 from mcore_rl.model.build import gathered, local_shards
@@ -47,7 +51,7 @@ from mcore_rl.rl.engines.probe import (
     difference_of,
 )
 from mcore_rl.rl.engines.server_api import ServedCompletion, ServerApi, ServerError, logprobs_remedy
-from mcore_rl.storage.checksums import crc32_of
+from mcore_rl.storage.checksums import as_hex, crc32
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -77,7 +81,8 @@ class PushReport:
     adapter: str | None = None
     """Name of the adapters on the servers; None if the servers have whole weights."""
     seconds: Mapping[str, float]
-    """Seconds by phase: trainer (the trainer's logprobs of the probe), pause, gather, load, finish, probe."""
+    """Seconds by phase: trainer (the trainer's logprobs of the probe), pause, transfer, finish, probe; and within them
+    gather, write (files only; of the slowest rank) and load, which run at the same time, and paused."""
 
 
 class WeightPush:
@@ -114,22 +119,59 @@ class WeightPush:
     def push(self, version: int) -> PushReport:
         """Collective over the world: send all weights to all servers and probe them; the report lists failed ones."""
         watch = Stopwatch()
-        self._weights = self._weights or WeightStream(self._chunks, self._mesh, self._model)
+        sender = Sender(self._servers) if self._mesh.world.rank == 0 else None
+        folder = None if self._engine.broadcasts else self._new_folder(sender)
+        if self._weights is None and (folder is not None or self._engine.broadcasts):
+            # Otherwise ranks of other machines would write where no server reads.
+            all_write = folder is not None and not world_max(not Path(folder).is_dir())
+            self._weights = WeightStream(self._chunks, self._mesh, self._model, to_rank=None if all_write else 0)
         ours = self._probe.reference(self._tolerance)
         has_adapters = any(True for _ in adapters_in(self._chunks))
         lost = merge_loss(self._chunks, self._dtype) if has_adapters else None
         self.make_room()
         watch.lap("trainer")
-        sender = Sender(self._servers) if self._mesh.world.rank == 0 else None
-        num_bytes = largest = 0
+        paused_s = time.perf_counter()
         if sender is not None:
             sender.everywhere("pause", lambda server: server.pause())
             sender.everywhere("start of the update", lambda server: server.start_update())
         watch.lap("pause")
-        transport: FileTransport | BroadcastTransport | None = None
+        sizes = Sizes()
+        if self._weights is not None and folder is not None:
+            sizes = FileTransport(folder, self._weights).send(sender, watch)
+        elif self._weights is not None and self._engine.broadcasts:
+            sizes = self._broadcast(sender, self._weights, watch)
+        differences: dict[str, ProbeDifference] = {}
+        if sender is not None:
+            sender.everywhere("end of the update", lambda server: server.finish_update(version))
+            sender.everywhere("reset of the caches", lambda server: server.reset_caches())
+            sender.everywhere("resume", lambda server: server.resume())
+            sender.undo()
+            watch.lap("finish")
+            watch.seconds["paused"] += time.perf_counter() - paused_s  # type: ignore[assignment]
+            sender.everywhere("probe", lambda server: self._compare(server, ours, differences))
+        return self._report(sender, ours, differences, watch, version=version, merge_loss=lost, **asdict(sizes))
+
+    def _new_folder(self, sender: "Sender | None") -> str | None:
+        """Collective over the world: return a new folder for the buckets of a push, which rank 0 has made where servers
+        see it; None if it cannot be made, of which all servers have failed.
+        """
+
+        def make() -> str | None:
+            assert sender is not None
+            try:
+                return str(new_folder(transport_folder(self._engine)))
+            except EngineError as error:
+                sender.fail_all(str(error))
+                return None
+
+        return on_rank_zero(make)
+
+    def _broadcast(self, sender: "Sender | None", weights: WeightStream, watch: "Stopwatch") -> "Sizes":
+        """Collective over the world: broadcast all weights to the servers, bucket by bucket."""
+        transport, num_bytes, largest = None, 0, 0
         try:
             # Every rank iterates over all buckets, even if servers fail: all other ranks would otherwise hang.
-            for bucket in self._weights:
+            for bucket in weights:
                 watch.lap("gather")
                 num_bytes, largest = num_bytes + bucket.num_bytes, max(largest, bucket.num_bytes)
                 if sender is not None and sender.living:
@@ -142,16 +184,7 @@ class WeightPush:
         finally:
             if transport is not None:
                 transport.close()
-        differences: dict[str, ProbeDifference] = {}
-        if sender is not None:
-            sender.everywhere("end of the update", lambda server: server.finish_update(version))
-            sender.everywhere("reset of the caches", lambda server: server.reset_caches())
-            sender.everywhere("resume", lambda server: server.resume())
-            sender.undo()
-            watch.lap("finish")
-            sender.everywhere("probe", lambda server: self._compare(server, ours, differences))
-        sizes = {"num_bytes": num_bytes, "largest_bucket_bytes": largest}
-        return self._report(sender, ours, differences, watch, version=version, merge_loss=lost, **sizes)
+        return Sizes(num_bytes, largest)
 
     def _report(
         self,
@@ -208,10 +241,8 @@ class WeightPush:
         with ThreadPoolExecutor(PACKED) as pool:
             return list(pool.map(complete, range(PACKED)))
 
-    def _transport(self, sender: "Sender") -> "FileTransport | BroadcastTransport":
+    def _transport(self, sender: "Sender") -> "BroadcastTransport":
         engine = self._engine
-        if not engine.broadcasts:
-            return FileTransport(transport_folder(engine))
         workers = sender.everywhere("number of workers", lambda server: server.world_size())
         if not sender.living:
             raise EngineError("no server tells the number of its workers")
@@ -374,6 +405,7 @@ class AdapterPush(WeightPush):
         sender.everywhere("resume", lambda server: server.resume())
         sender.undo()
         watch.lap("finish")
+        watch.seconds["paused"] = watch.seconds["pause"] + watch.seconds["load"] + watch.seconds["finish"]
         sender.everywhere(
             "probe", lambda server: self._compare_adapted(server, name, ours, differences, is_seen=is_seen)
         )
@@ -421,43 +453,166 @@ Load = Callable[[Callable[[str], Mapping[str, Any]]], None]
 bucket for the server at an address."""
 
 
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes in bytes of the weights that were sent."""
+
+    num_bytes: int = 0
+    largest_bucket_bytes: int = 0
+
+
+def new_folder(parent: Path) -> Path:
+    """Create a folder that other users can read. Raises EngineError if `parent` is not writable."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="mcore_rl_weights_", dir=parent))
+    except OSError as error:
+        raise EngineError(
+            f"rl.engine.transport_dir={parent}: buckets of weights cannot be written there ({error.strerror}). "
+            "Name a folder that this user can write."
+        ) from None
+    # A server may run as another user.
+    folder.chmod(0o755)
+    return folder
+
+
+AHEAD = 2
+"""Number of files that a rank writes before the servers have loaded the first of them."""
+
+
 class FileTransport:
-    """Writes each bucket to its own folder, which is deleted once the servers have read it."""
+    """Sends buckets as files. Every rank writes the tensors that it gathers, while it gathers the next; rank 0, in a
+    thread, lets all servers load a bucket in one call, in any order, when all of its files are there, and deletes it.
+    A rank that cannot write says so in place of the file: then all servers have failed, and nothing more is written.
+    """
 
-    def __init__(self, folder: Path) -> None:
-        """Use a folder that the servers see at the same path. Raises EngineError if it is not writable."""
+    def __init__(self, folder: str, weights: WeightStream) -> None:
+        """Take a folder that ranks and servers see at the same path, and the stream of all ranks."""
+        self._folder, self._weights, self._rank = Path(folder), weights, dist.get_rank()
+        self._seconds: dict[str, Counter[int]] = {"gather": Counter(), "write": Counter(), "load": Counter()}
+        """Seconds of each part, by rank; on rank 0."""
+        self._unloaded: deque[str] = deque()
+        """This rank's buckets that servers have not loaded yet, oldest first."""
+        self._is_stopped = self._is_over = False
+
+    def send(self, sender: Sender | None, watch: Stopwatch) -> Sizes:
+        """Collective over the world: send all buckets. Returns the sizes on rank 0."""
         try:
-            self._folder = Path(tempfile.mkdtemp(prefix="mcore_rl_weights_", dir=folder))
+            with ThreadPoolExecutor(1, "weight writer") as writer, ThreadPoolExecutor(1, "weight loader") as loader:
+                sizes = self._send(writer, loader.submit(self._load_all, sender) if sender is not None else None)
+        finally:
+            if sender is not None:
+                shutil.rmtree(self._folder, ignore_errors=True)
+        watch.lap("transfer")
+        for part, of_ranks in self._seconds.items():
+            watch.seconds[part] += max(of_ranks.values(), default=0)
+        return sizes
+
+    def _send(self, writer: ThreadPoolExecutor, loading: Future[Sizes] | None) -> Sizes:
+        writing, began_s = writer.submit(lambda: None), time.perf_counter()
+        try:
+            for bucket in self._weights:
+                gather_s = time.perf_counter() - began_s
+                writing.result()
+                if bucket.tensors:
+                    writing = writer.submit(self._write, bucket.name, dict(bucket.tensors), gather_s)
+                began_s = time.perf_counter()
+            writing.result()
+            while self._unloaded:
+                self._wait_for_load()
+            return loading.result() if loading is not None else Sizes()
+        except BaseException:
+            self._is_over = True  # the threads end too
+            raise
+
+    def _write(self, bucket: str, tensors: dict[str, Tensor], gather_s: float) -> None:
+        """Write this rank's part of a bucket, and describe it to rank 0."""
+        while len(self._unloaded) >= AHEAD:
+            self._wait_for_load()
+        num_bytes, began_s = sum(tensor.nbytes for tensor in tensors.values()), time.perf_counter()
+        path = self._folder / bucket.strip(".") / f"{self._rank}.safetensors"
+        part: dict[str, Any] = {"bucket": bucket, "rank": self._rank, "gather_s": gather_s, "num_bytes": num_bytes}
+        try:
+            if not self._is_stopped:
+                path.parent.mkdir(exist_ok=True)
+                part |= {"path": str(path), "crc32": write_tensors(path, tensors)}
         except OSError as error:
-            raise EngineError(
-                f"rl.engine.transport_dir={folder}: buckets of weights cannot be written there ({error.strerror}). "
-                "Name a folder that this user can write."
-            ) from None
-        # A server may run as another user.
-        self._folder.chmod(0o755)
+            part["error"] = (
+                f"{path}: rank {self._rank} cannot write its part of a bucket, {num_bytes} bytes ({error}). Free space "
+                "there, or name another folder: rl.engine.transport_dir."
+            )
+        part["write_s"] = time.perf_counter() - began_s
+        self._unloaded.append(bucket)
+        give_next_word(self._folder.name, json.dumps(part))
 
-    def close(self) -> None:
-        """Delete all remaining files."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+    def _wait_for_load(self) -> None:
+        bucket = self._unloaded.popleft()
+        word = wait_for_word(f"{self._folder.name}/{bucket}/{self._rank}", lambda: self._is_over)
+        self._is_stopped |= word == "stop"
 
-    def send(self, bucket: Bucket, load: Load) -> None:
-        """Write a bucket, let the servers load it, and delete it. Raises EngineError if it cannot be written."""
-        folder = self._folder / bucket.name.strip(".")
-        path = folder / "model.safetensors"
-        try:
-            folder.mkdir()
-            save_file(bucket.tensors, path)
-            path.chmod(0o644)
-            update = {"path": str(path), "crc32": crc32_of(path)}
-        except (OSError, SafetensorError) as error:
-            raise EngineError(
-                f"{path}: a bucket of {bucket.num_bytes} bytes cannot be written ({error}). Free space there, or name "
-                "another folder: rl.engine.transport_dir."
-            ) from None
-        # The servers read the file, so the tensors need not stay in this process's memory.
-        bucket.tensors.clear()
-        load(lambda _: update)
-        shutil.rmtree(folder)
+    def _load_all(self, sender: Sender) -> Sizes:
+        """Let the servers load every bucket when its files are there, on rank 0."""
+        owners, sizes = self._weights.owners, Counter[str]()
+        parts: dict[str, list[dict[str, Any]]] = {bucket: [] for bucket in owners}
+        unexpected: Exception | None = None
+        for number in range(1, 1 + sum(map(len, owners.values()))):
+            word = wait_for_word(f"{self._folder.name}/{number}", lambda: self._is_over)
+            if self._is_over:
+                break
+            part = json.loads(word)
+            bucket = part["bucket"]
+            parts[bucket].append(part)
+            sizes[bucket] += part["num_bytes"]
+            for name in ("gather", "write"):
+                self._seconds[name][part["rank"]] += part[f"{name}_s"]
+            if "error" in part:
+                sender.fail_all(part["error"])
+            if len(parts[bucket]) < len(owners[bucket]):
+                continue
+            began_s = time.perf_counter()
+            update = {"files": [{"path": one["path"], "crc32": one["crc32"]} for one in parts[bucket] if "path" in one]}
+            try:
+                if sender.living:
+                    sender.everywhere(f"update of {bucket}", methodcaller("load", update))
+                shutil.rmtree(self._folder / bucket.strip("."), ignore_errors=True)
+            except Exception as error:  # other ranks wait for words of this thread  # noqa: BLE001
+                unexpected = error
+                sender.fail_all(f"update of {bucket}: {error!r}")
+            self._seconds["load"][0] += time.perf_counter() - began_s
+            for rank in owners[bucket]:
+                give_word(f"{self._folder.name}/{bucket}/{rank}", "" if sender.living else "stop")
+        if unexpected is not None:
+            raise unexpected
+        return Sizes(sizes.total(), max(sizes.values(), default=0))
+
+
+BLOCK_BYTES = 1 << 20
+DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float8_e4m3fn: "F8_E4M3"}
+"""Names of types in safetensors files."""
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
+    """Write a safetensors file, and empty `tensors`. Returns its CRC-32 in hexadecimal, of the bytes that were to be
+    written: one pass, while a look at the written file would not see what was damaged before.
+    """
+    entries, position = {}, 0
+    for name, tensor in tensors.items():
+        span = [position, position := position + tensor.nbytes]
+        entries[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    header = struct.pack("<Q", len(text)) + text
+    crc = crc32(header)
+    with path.open("wb", buffering=0) as file:
+        file.write(header)
+        for name in list(tensors):
+            data = tensors.pop(name).cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            for start in range(0, len(data), BLOCK_BYTES):
+                block = memoryview(data[start : start + BLOCK_BYTES])  # in the processor's cache for both
+                crc = crc32(block, crc)
+                if file.write(block) != len(block):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    path.chmod(0o644)
+    return as_hex(crc)
 
 
 class BroadcastTransport:

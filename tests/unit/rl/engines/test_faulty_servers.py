@@ -51,7 +51,9 @@ def update(server: FakeServer, folder: Path, version: int = 1) -> None:
     sender = Sender([api])
     sender.everywhere("pause", lambda server: server.pause())
     sender.everywhere("start", lambda server: server.start_update())
-    sender.everywhere("load", lambda server: server.load({"path": "/w/layer_0/model.safetensors", "crc32": "0"}))
+    sender.everywhere(
+        "load", lambda server: server.load({"files": [{"path": "/w/layer_0/0.safetensors", "crc32": "0"}]})
+    )
     sender.everywhere("finish", lambda server: server.finish_update(version))
     sender.everywhere("reset", lambda server: server.reset_caches())
     sender.everywhere("resume", lambda server: server.resume())

@@ -222,7 +222,7 @@ def test_an_update_calls_each_step_and_counts_no_status_as_success(server: FakeS
     api = api_of(server)
     api.pause()
     api.start_update()
-    api.load({"path": "/weights/layer_0/model.safetensors", "crc32": "01234567"})
+    api.load({"files": [{"path": "/weights/layer_0/0.safetensors", "crc32": "01234567"}]})
     api.finish_update(7)
     api.reset_caches()
     api.resume()
@@ -239,7 +239,7 @@ def test_an_update_calls_each_step_and_counts_no_status_as_success(server: FakeS
     assert tuple(server.paths()) == wanted[server.kind]
     if server.kind == "vllm":
         assert server.calls[2][1] == {
-            "update_info": {"path": "/weights/layer_0/model.safetensors", "crc32": "01234567"}
+            "update_info": {"files": [{"path": "/weights/layer_0/0.safetensors", "crc32": "01234567"}]}
         }
     else:
         assert server.calls[1][1] == {"model_path": "/weights/layer_0", "load_format": "auto", "flush_cache": False}
@@ -248,7 +248,7 @@ def test_an_update_calls_each_step_and_counts_no_status_as_success(server: FakeS
     path = {"vllm": "/reset_prefix_cache", "sglang": "/update_weights_from_disk"}[server.kind]
     server.faults.append((path, "no_success"))
     with pytest.raises(ServerError, match="status 200 without success"):
-        api.reset_caches() if server.kind == "vllm" else api.load({"path": "/w/a"})
+        api.reset_caches() if server.kind == "vllm" else api.load({"files": [{"path": "/w/a"}]})
 
 
 def test_prompt_logprobs_are_of_the_tokens_that_were_sent(server: FakeServer) -> None:

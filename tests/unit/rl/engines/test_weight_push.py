@@ -71,9 +71,9 @@ class ModelServer:
 
     def load(self, update: Mapping[str, Any]) -> None:
         self._call("load")
-        path = Path(update["path"])
-        assert crc32_of(path) == update["crc32"]
-        self.weights |= {name: tensor for name, tensor in load_file(path).items() if self.takes(name)}
+        for file in update["files"]:
+            assert crc32_of(Path(file["path"])) == file["crc32"]
+            self.weights |= {name: tensor for name, tensor in load_file(file["path"]).items() if self.takes(name)}
 
     def finish_update(self, version: int) -> None:
         self._call(f"finish {version}")
