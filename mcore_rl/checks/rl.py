@@ -450,11 +450,6 @@ def _agent(rl: RlConfig) -> Iterator[str]:
             f"rl.agent.max_tokens={agent.max_tokens} has no room for one answer of rl.rollout.max_new_tokens="
             f"{rl.rollout.max_new_tokens} tokens. Set it higher, or shorten answers."
         )
-    if rl.rollout.max_staleness:
-        yield (
-            f"rl.rollout.max_staleness={rl.rollout.max_staleness} with rl.agent: a session has tokens of one version "
-            "of the weights. Set it to 0."
-        )
     if (
         rl.advantage.kind in ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
         and agent.branches == "train"

@@ -88,11 +88,8 @@ def make_flow(rollouts: Rollouts, progress: Progress, steps: int) -> "GroupFlow"
 
     engine, rollout, updates = asking(rollouts.engine), rollouts.rl.rollout, rollouts.updates_per_rollout
     request = engine.request_group
-    if (conversations := rollouts.conversations) is not None:
-        from mcore_rl.rl.environments.conversations import Conversations
-
-        assert isinstance(conversations, Conversations), "agents are refused with max_staleness"
-        request = conversations.hold_group
+    if rollouts.conversations is not None:
+        request = rollouts.conversations.hold_group
     return GroupFlow(
         lambda index, prompt: request(index, prompt, rollouts.sampling, rollouts.seeds(index)),
         rollouts.prompts,

@@ -27,8 +27,8 @@ class SampleSpan:
     num_positions: int
     """Number of positions in the span: the tokens and the padding after them."""
     first_current: int = 0
-    """First position in the sample with routes cached from the weights in training; earlier positions have older
-    weights' routes."""
+    """First position in the sample with routes cached from the weights in training; earlier positions of the span have
+    older weights' routes."""
     first_position: int = 0
     """Position in the sample of the span's first token."""
 
@@ -98,7 +98,7 @@ class LocalTokens:
 def local_tokens(layout: MicrobatchLayout, mesh: Mesh) -> LocalTokens:
     """Return the tokens of `layout` that this rank's routers see."""
     spans = [span for span in layout.spans if span.num_positions]
-    num_tokens, first_current = layout.num_tokens, {span.sample: span.first_current for span in spans}
+    num_tokens = layout.num_tokens
     index_of = {sample: index for index, sample in enumerate(num_tokens)}
     positions_N = torch.tensor([span.num_positions for span in spans])
     tokens_N = torch.tensor([span.num_tokens if span.sample >= 0 else 0 for span in spans])
@@ -107,23 +107,22 @@ def local_tokens(layout: MicrobatchLayout, mesh: Mesh) -> LocalTokens:
     position_T = torch.arange(int(positions_N.sum())) - begin_N.repeat_interleave(positions_N)
     is_real_T = position_T < tokens_N.repeat_interleave(positions_N)
     position_T += torch.tensor([span.first_position for span in spans]).repeat_interleave(positions_N)
+    is_current_T = position_T >= torch.tensor([span.first_current for span in spans]).repeat_interleave(positions_N)
     index_T = index_N.repeat_interleave(positions_N)
     num_rows = 1 if layout.packed else len(layout.rows)
     # Sample indices and positions are divided by context and sequence parallelism just like token ids.
-    both_2BS = torch.stack([index_T.where(is_real_T, -1), position_T * is_real_T]).view(2, num_rows, -1)
-    both_2Bs = [*both_2BS]
+    columns = [index_T.where(is_real_T, -1), position_T * is_real_T, is_current_T | ~is_real_T]
+    parts = [column_T.view(num_rows, -1) for column_T in columns]
     if mesh.cp.size > 1:
         lengths = positions_N.tolist() if layout.packed else [layout.row_length]
-        both_2Bs = [zigzag_spans(full_BS, lengths, mesh.cp) for full_BS in both_2BS]
-    index_t, position_t = (router_order(part_Bs, mesh) for part_Bs in both_2Bs)
-    # Index -1 (padding) reads the 0 at the end.
-    first_current_N1 = torch.tensor([*(first_current[sample] for sample in num_tokens), 0])
+        parts = [zigzag_spans(full_BS, lengths, mesh.cp) for full_BS in parts]
+    index_t, position_t, is_current_t = (router_order(part_Bs, mesh) for part_Bs in parts)
     return LocalTokens(
         samples=tuple(index_of),
         lengths=tuple(num_tokens.values()),
         sample_index_t=index_t,
         position_t=position_t,
-        is_current_t=position_t >= first_current_N1[index_t],
+        is_current_t=is_current_t,
     )
 
 

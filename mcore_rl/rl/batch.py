@@ -207,7 +207,9 @@ def make_microbatch(
     chosen = [samples[index] for index in indices]
     shapes = [sample.shape for sample in chosen]
     spans = [
-        SampleSpan(index, size, padded(size, limits.sample_multiple), _first_current(shape), end - size)
+        SampleSpan(
+            index, size, padded(size, limits.sample_multiple), _first_current(shape, end - size, end), end - size
+        )
         for index, shape in zip(indices, shapes, strict=True)
         for size, end in zip(shape.segment_positions, accumulate(shape.segment_positions), strict=True)
     ]
@@ -231,12 +233,9 @@ def make_microbatch(
     sequence_S[here_t], place_S[here_t] = sample_t, place_t
     is_padding_S = torch.ones(length, dtype=torch.bool)
     is_padding_S[here_t] = False
-    columns = [
-        (shape.num_prompt_tokens, shape.num_completion_tokens, shape.is_trained, shape.num_stale_tokens)
-        for shape in shapes
-    ]
-    prompt_N, completion_N, is_trained_N, num_stale_N = torch.tensor(columns, dtype=torch.int64).view(-1, 4).unbind(1)
-    which_c, offset_c = _groups(completion_N)
+    columns = [(shape.num_prompt_tokens, shape.num_completion_tokens, shape.is_trained) for shape in shapes]
+    prompt_N, completion_N, is_trained_N = torch.tensor(columns, dtype=torch.int64).view(-1, 3).unbind(1)
+    which_c, _ = _groups(completion_N)
     # The first token of the completion is predicted at the last position of the prompt; nothing predicts the first
     # token of a later segment.
     is_label_c = torch.ones(len(which_c), dtype=torch.bool)
@@ -245,13 +244,15 @@ def make_microbatch(
     is_label_c[(completion_N.cumsum(0) - completion_N)[at_n] + start_n] = False
     completion_l = here_t[place_t >= prompt_N[sample_t] - 1]
     which_l = which_c[is_label_c]
-    sampled_l = torch.cat([torch.zeros(0, dtype=torch.bool), *(shape.sampled_C for shape in shapes)])[is_label_c]
+    none = torch.zeros(0, dtype=torch.bool)
+    sampled_l = torch.cat([none, *(shape.sampled_C for shape in shapes)])[is_label_c]
+    stale_l = torch.cat([none, *(shape.stale_C for shape in shapes)])[is_label_c]
     logprobs_l = torch.cat([torch.zeros(0), *(sample.rollout_logprobs_C for sample in chosen)])[is_label_c]
     mask_S, completion_mask_S, stale_S, rollout_logprobs_S = torch.zeros(4, length)
     in_loss_l = sampled_l & (is_trained_N[which_l] > 0)
     num_trained_N = torch.zeros(max(len(chosen), 1), dtype=torch.int64).index_add_(0, which_l, in_loss_l.long())
     mask_S[completion_l], completion_mask_S[completion_l] = in_loss_l.float(), sampled_l.float()
-    stale_S[completion_l] = (offset_c[is_label_c] < num_stale_N[which_l]).float()
+    stale_S[completion_l] = stale_l.float()
     rollout_logprobs_S[completion_l] = logprobs_l
     inputs = localize(
         Microbatch(
@@ -288,11 +289,15 @@ def make_microbatch(
     )
 
 
-def _first_current(shape: SampleShape) -> int:
-    """Return the first position with the current weights' routes; 0 if they sampled the whole sample."""
-    if not shape.num_stale_tokens:
+def _first_current(shape: SampleShape, start: int, end: int) -> int:
+    """Return the first position with the current weights' routes of the segment at positions `start` to `end`; 0 if
+    they sampled the whole segment.
+    """
+    if not shape.stale_spans:
         return 0
-    return int(torch.searchsorted(shape.input_P, shape.num_prompt_tokens - 1 + shape.num_stale_tokens))
+    before = torch.tensor([shape.num_prompt_tokens - 1 + stale_end for _, stale_end in shape.stale_spans])
+    found = torch.searchsorted(shape.input_P, before).tolist()
+    return max((first for first in found if start < first <= end), default=0)
 
 
 def _groups(count_N: Tensor) -> tuple[Tensor, Tensor]:

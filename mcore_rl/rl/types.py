@@ -109,8 +109,8 @@ class Completion:
     logprobs_T: tuple[float, ...]
     """Logprobs at the sampling temperature, before top-k, top-p and min-p, in nats; 0 for the environment's tokens."""
     versions: tuple[VersionSpan, ...]
-    """Versions of the weights that sampled the tokens: consecutive spans of increasing version that cover all tokens.
-    There are several if the weights were updated while the completion was in progress."""
+    """Versions of the weights that sampled the tokens: consecutive spans that cover all tokens, of increasing version
+    in each segment. There are several if the weights were updated while the completion was in progress."""
     finish: FinishReason
     """`stop`: a stop token, a stop string or the environment ended the completion; `length`: it reached the maximum
     number of new tokens or turns."""
@@ -131,13 +131,20 @@ class Completion:
         ends = [span.end for span in self.versions]
         starts = [span.start for span in self.versions]
         assert ends and starts == [0, *ends[:-1]] and ends[-1] == len(self.tokens_T), self.versions
-        versions = [span.version for span in self.versions]
-        assert versions == sorted(versions), self.versions
+        for span, after in pairwise(self.versions):
+            assert span.version <= after.version or after.start in self.segments, self.versions
 
     @property
     def policy_version(self) -> int:
-        """Version (optimizer step) of the weights that sampled the first token, the oldest version."""
-        return self.versions[0].version
+        """Version (optimizer step) of the oldest weights that sampled a token."""
+        return min(span.version for span in self.versions)
+
+    def stale_spans(self, version: int) -> tuple[tuple[int, int], ...]:
+        """Return (start, end) of the leading tokens of each segment that weights older than `version` sampled."""
+        bounds = [*pairwise((0, *self.segments, len(self.tokens_T)))]
+        older = [span for span in self.versions if span.version < version]
+        ends = [max((min(span.end, end) for span in older if span.start < end), default=0) for _, end in bounds]
+        return tuple((start, end) for (start, _), end in zip(bounds, ends, strict=True) if end > start)
 
     @property
     def sampled_spans(self) -> tuple[tuple[int, int], ...]:
@@ -200,8 +207,9 @@ class SampleShape:
     num_completion_tokens: int
     is_trained: bool
     """Whether the completion takes part in the loss."""
-    num_stale_tokens: int = 0
-    """Number of leading completion tokens that are stale: weights older than the current weights sampled them."""
+    stale_spans: tuple[tuple[int, int], ...] = ()
+    """(start, end) in the completion of each segment's leading tokens that weights older than the current ones
+    sampled."""
     is_truncated: bool = False
     """Whether the completion was cut off at the largest number of new tokens."""
     teacher: int = 0
@@ -257,10 +265,18 @@ class SampleShape:
     @property
     def sampled_C(self) -> Tensor:
         """bool: True for tokens of the completion that the policy sampled."""
-        is_sampled_C = torch.full((self.num_completion_tokens,), self.sampled_spans is None)
-        for start, end in self.sampled_spans or ():
-            is_sampled_C[start:end] = True
-        return is_sampled_C
+        return self._marked_C(((0, self.num_completion_tokens),) if self.sampled_spans is None else self.sampled_spans)
+
+    @property
+    def stale_C(self) -> Tensor:
+        """bool: True for tokens of the completion in `stale_spans`."""
+        return self._marked_C(self.stale_spans)
+
+    def _marked_C(self, spans: tuple[tuple[int, int], ...]) -> Tensor:
+        is_marked_C = torch.zeros(self.num_completion_tokens, dtype=torch.bool)
+        for start, end in spans:
+            is_marked_C[start:end] = True
+        return is_marked_C
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -380,8 +396,8 @@ class GroupSummary:
     truncated_G: list[bool]
     rewards_G: list[float]
     """Rewards; NaN if a score failed."""
-    num_stale_G: list[int]
-    """Number of leading tokens of each completion sampled by weights older than the engine's current weights."""
+    stale_G: list[tuple[tuple[int, int], ...]]
+    """`Completion.stale_spans` of each completion, older than the engine's current weights."""
     correct_G: list[bool | None]
     """Whether each completion is correct; None if the deciding score failed, or no part decides."""
     steps_GI: Sequence[Sequence[StepReward]] = ()

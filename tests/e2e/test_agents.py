@@ -1,14 +1,29 @@
-"""A run with an agent as a user does it: routes of the engine over segments, samples, evaluation, and a resume."""
+"""A run with an agent as a user does it: routes of the engine over segments, samples, evaluation, and a resume; the
+same through servers, and as an environment.
+"""
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from mcore_rl.api import read_metrics
-from tests.e2e.test_rl import computed
+from mcore_rl.config.load import load_config
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.run import PlatformConfig
+from mcore_rl.families import weight_map
+from mcore_rl.megatron.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks
+from mcore_rl.megatron.platform import start
+from tests.e2e.test_rl import COMPUTED, computed
+from tests.fake_server import FakeServer
 from tests.forked import succeed
+from tests.generating import loaded
+from tests.served_model import ModelAnswers
 
 WORDS = (
     *("mesh.tp=1", "mesh.ep=1", "train.steps=8", "train.eval_interval=8", "checkpoint.interval=4"),
@@ -41,3 +56,138 @@ def test_a_run_with_an_agent_is_bit_equal_after_a_resume(
     (run_dir / "DONE").unlink()
     succeed("mcore_rl.programs.rl", [rl_file, *words])
     assert computed(run_dir) == wanted
+
+
+SMALL = (
+    *(*WORDS, "train.steps=6", "checkpoint.interval=none", "train.global_batch=8", "replay.kind=r3"),
+    *("rl.rollout.prompts_per_step=4", "rl.rollout.group_size=4", "rl.agent.sessions=8"),
+    "rl.agent.function=tests.sessions:compacting",
+)
+NAMES = (*(name for name in COMPUTED if "reference" not in name), "rollout/mismatch_kl_nats")
+
+
+@pytest.fixture
+def mesh() -> Iterator[Mesh]:
+    start(PlatformConfig())
+    mesh = build_mesh(MeshConfig())
+    seed_ranks(1)
+    yield mesh
+    destroy_mesh()
+
+
+@contextmanager
+def servers_of(rl_file: Path, mesh: Mesh, kind: str = "vllm") -> Iterator[tuple[list[FakeServer], list[str]]]:
+    """Two servers that begin with other weights, and the words that name them."""
+    model = load_config(RlRunConfig, rl_file, SMALL).model
+    zeros = {name: torch.zeros(shape) for name, shape in weight_map(model).hf_shapes.items()}
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(
+                FakeServer(
+                    ModelAnswers(loaded(model, zeros, mesh), mesh, model, zeros),
+                    kind,
+                    logprobs_mode="processed_logprobs",
+                )
+            )
+            for _ in range(2)
+        ]
+        urls = json.dumps([server.url for server in servers])
+        yield servers, [f"rl.engine.kind={kind}", f"rl.engine.urls={urls}"]
+
+
+@pytest.mark.full
+def test_losses_of_an_agent_through_servers_are_those_of_the_native_engine(
+    rl_file: Path, tmp_path: Path, mesh: Mesh
+) -> None:
+    """Sessions of two segments with routes; a server breaks an answer once, which the agent does not notice."""
+    succeed("mcore_rl.programs.rl", [rl_file, *SMALL])
+    wanted = computed(tmp_path / "rl", NAMES)
+    assert len(wanted) == 7 and any(numbers.get("policy/loss") for numbers in wanted.values())
+    with servers_of(rl_file, mesh) as (servers, words):
+        servers[0].faults = [("/inference/v1/generate", "null_logprob")]
+        succeed("mcore_rl.programs.rl", [rl_file, *SMALL, *words, f"run_dir={tmp_path / 'served'}"])
+        assert min(len(server.rollouts()) for server in servers) > 10
+    found = computed(tmp_path / "served", NAMES)
+    assert found.keys() == wanted.keys()
+    for step, numbers in wanted.items():
+        assert found[step] == pytest.approx(numbers, rel=1e-4, abs=1e-6)
+    metrics = read_metrics(tmp_path / "served")
+    assert max(metrics["rollout/mismatch_max"].values()) < 1e-4
+    assert set(metrics["environment/ended_failed_fraction"].values()) == {0.0}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_sessions_that_run_while_the_policy_trains_have_tokens_of_the_bound_and_its_versions(
+    kind: str, rl_file: Path, tmp_path: Path, mesh: Mesh
+) -> None:
+    """Sessions of two segments, of which some began before an update of the weights and went on after it."""
+    stale = ("rl.rollout.max_staleness=1", "rl.loss.importance_sampling=truncate", "rl.samples.interval=1")
+    with servers_of(rl_file, mesh, kind) as (_, words):
+        succeed("mcore_rl.programs.rl", [rl_file, *SMALL, *words, *stale, "optim.lr=1e-2"])
+    metrics = read_metrics(tmp_path / "rl")
+    assert 0 < max(metrics["rollout/staleness_max"].values()) <= 1
+    assert max(metrics["rollout/mixed_versions_fraction"].values()) > 0
+    assert 0 < max(metrics["rollout/stale_fraction"].values()) <= 1
+    assert set(metrics["environment/ended_failed_fraction"].values()) == {0.0}
+    # Tokens of the weights that are trained agree with the trainer's, and only these.
+    assert max(metrics["rollout/mismatch_kl_current_nats"].values()) < 1e-6
+    lines = [line for path in (tmp_path / "rl/samples").iterdir() for line in path.read_text().splitlines()]
+    samples = [json.loads(line) for line in lines]
+    falling = [
+        one
+        for one in samples
+        for before, after in zip(one["versions"], one["versions"][1:], strict=False)
+        if after[0] < before[0]
+    ]
+    assert all("segments" in one for one in falling)
+    assert any(len({version for version, *_ in one["versions"]}) > 1 for one in samples)
+
+
+AS_AGENT = """
+import urllib.request, json
+from examples.environment import Retry
+from mcore_rl.rl.agents.session import Session
+from mcore_rl.rl.environments.conversations import turn_seed
+
+Session.next_seeds = lambda session, *_: [turn_seed(session.seed, len(session.calls))]
+
+def solve(run):
+    environment = Retry(tries=2)
+    messages, reward, is_done = [*environment.start(run.problem)], 0.0, False
+    while not is_done:
+        body = json.dumps({"model": run.model, "messages": messages}).encode()
+        headers = {"Authorization": f"Bearer {run.api_key}"}
+        request = urllib.request.Request(f"{run.base_url}/chat/completions", body, headers)
+        choice = json.load(urllib.request.urlopen(request))["choices"][0]
+        replies, turn_reward, is_done = environment.step(choice["message"]["content"])
+        messages += [choice["message"], *replies]
+        reward += turn_reward
+        is_done |= choice["finish_reason"] == "length"
+    right = sum(a == b for a, b in zip(choice["message"]["content"], run.problem.answer))
+    return reward + right / len(run.problem.answer)
+"""
+"""The task of an environment as an agent, with the seeds of the environment's turns."""
+
+
+def test_losses_through_the_endpoint_are_those_of_the_same_task_as_an_environment(
+    rl_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GRPO with routes of the engine (R3), which a task with two turns of the policy learns from."""
+    (tmp_path / "as_agent.py").write_text(AS_AGENT)
+    monkeypatch.chdir(tmp_path)
+    same = [word for word in WORDS if "agent" not in word and "reward.parts" not in word]
+    same += ["replay.kind=r3", "checkpoint.interval=none"]
+    environment = ["rl.environment.name=examples.environment:Retry", "rl.environment.arguments={tries=2}"]
+    environment += ["rl.environment.max_turns=3", "rl.environment.max_tokens=80"]
+    environment += ['rl.reward.parts=["environment","positions"]', "rl.reward.correct=none"]
+    succeed("mcore_rl.programs.rl", [rl_file, *same, *environment])
+    agent = ["rl.agent.function=as_agent:solve", "rl.agent.sessions=4", "rl.agent.max_tokens=80"]
+    agent += ['rl.reward.parts=["environment"]', f"run_dir={tmp_path / 'agent'}"]
+    succeed("mcore_rl.programs.rl", [rl_file, *same, *agent])
+    wanted, found = computed(tmp_path / "rl"), computed(tmp_path / "agent")
+    assert len(wanted) == 9 and any(numbers.get("policy/loss") for numbers in wanted.values())
+    assert max(read_metrics(tmp_path / "agent")["environment/turns"].values()) > 1.2
+    assert found.keys() == wanted.keys()
+    for step, numbers in wanted.items():
+        assert found[step] == pytest.approx(numbers, abs=1e-6), step

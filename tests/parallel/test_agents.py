@@ -35,7 +35,7 @@ def sessions_on(mesh_config: MeshConfig, model: ModelConfig, tensors: Tensors, f
 
 
 @pytest.mark.matrix("ep2")
-@pytest.mark.parametrize("mesh", ["ep2", "pp2"])
+@pytest.mark.parametrize("mesh", ["ep2", "tp2", "pp2"])
 def test_sessions_do_not_depend_on_the_mesh(mesh: str, tmp_path: Path) -> None:
     theirs, folder = oracle("qwen3_moe"), write_tokenizer(tmp_path)
     config = MESHES[mesh]

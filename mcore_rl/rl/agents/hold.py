@@ -119,7 +119,7 @@ class AgentSessions:
         """
         self.environment_s, begin_s = 0.0, time.perf_counter()
         asking = asking_or_none(self._engine)
-        futures_PG = self._start(prompts, sampling, seeds_PG) if self._serves else []
+        futures_PG = self._start(range(len(prompts)), prompts, sampling, seeds_PG) if self._serves else []
         if asking is None:
             self._serve_rounds(sampling)
             self.environment_s += time.perf_counter() - begin_s
@@ -129,6 +129,12 @@ class AgentSessions:
         return from_first_of_model(
             found, self._mesh, lambda groups, stage: [asking.of_stage(group, stage) for group in groups]
         )
+
+    def hold_group(self, index: int, prompt: Prompt, sampling: Sampling, seeds_G: Sequence[int]) -> Group:
+        """Run the sessions of prompt `index`, on the rank that asks servers. Not collective; safe in several threads,
+        also while the policy trains or its weights are pushed. Raises EngineError if no server returns an answer.
+        """
+        return self._groups([prompt], self._start([index], [prompt], sampling, [seeds_G]))[0]
 
     def _serve_rounds(self, sampling: Sampling) -> None:
         """Collective over the world: answer requests with the engine of the training processes until all agents have
@@ -185,15 +191,15 @@ class AgentSessions:
                 request.future.set_exception(error)
 
     def _start(
-        self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]]
+        self, indices: Sequence[int], prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]]
     ) -> "list[list[Future[Session]]]":
         futures_PG: list[list[Future[Session]]] = [[Future() for _ in seeds] for seeds in seeds_PG]
         with self._changed:
             self._num_running += sum(map(len, futures_PG))
-        for p, (prompt, seeds, futures) in enumerate(zip(prompts, seeds_PG, futures_PG, strict=True)):
+        for index, prompt, seeds, futures in zip(indices, prompts, seeds_PG, futures_PG, strict=True):
             for seed, future in zip(seeds, futures, strict=True):
                 session = Session(
-                    index=p,
+                    index=index,
                     prompt=prompt,
                     seed=seed,
                     key=f"sk-{secrets.token_hex(16)}",
@@ -267,15 +273,16 @@ class AgentSessions:
 
     def _ask(self, session: Session, prompt: Prompt, sampling: Sampling, seeds: list[int]) -> tuple[Completion, ...]:
         """Return completions of the engine. Raises the engine's error, which ends the run."""
-        if (asking := asking_or_none(self._engine)) is not None:
-            return asking.request_group(session.index, prompt, sampling, seeds).completions
-        request = _Request(prompt, sampling, seeds, session, Future())
+        request, asking = _Request(prompt, sampling, seeds, session, Future()), asking_or_none(self._engine)
         with self._changed:
             if self._error is not None:
                 raise self._error
-            self._waiting.append(request)
-            self._changed.notify_all()
-        return request.future.result()
+            if asking is None:
+                self._waiting.append(request)
+                self._changed.notify_all()
+        if asking is None:
+            return request.future.result()
+        return asking.request_group(session.index, prompt, sampling, seeds).completions
 
     def _answer(
         self,

@@ -9,14 +9,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from mcore_rl.data.chat import Chat, Conversation, TemplateChat
 from mcore_rl.data.packing import padded
 from mcore_rl.errors import DataError
 from mcore_rl.rl.environments.interface import Message
-from mcore_rl.rl.rollouts.transcript import Transcript
-from mcore_rl.rl.types import Completion, Episode, EpisodeEnd, Prompt, Turn, VersionSpan
+from mcore_rl.rl.rollouts.transcript import Transcript, completion_of
+from mcore_rl.rl.types import Completion, EpisodeEnd, Prompt
 from mcore_rl.rl.workers import FailedScore
 
 
@@ -199,43 +197,37 @@ class Session:
         """
         paths = self.paths()
         trained = {id(call): n for n, path in enumerate(paths) for call in path}
-        parts, turns, segments, num_before = [], [], [], 0
-        for n, path in enumerate(paths):
-            skip = 0 if n else common
-            part = Transcript()
+        parts = [Transcript() for _ in paths]
+        for n, (path, part) in enumerate(zip(paths, parts, strict=True)):
             for call in path:
-                part.insert(call.prompt_T[skip + len(part.tokens_T) :])
+                part.insert(call.prompt_T[(0 if n else common) + len(part.tokens_T) :])
                 if trained[id(call)] == n:
                     part.add(call.completion)
                 else:
                     part.insert(call.completion.tokens_T)
-            if not skip:
-                segments.append(num_before)
-            turns += [Turn(num_before + start, num_before + stop, 0.0) for start, stop in part.spans]
-            parts.append(part)
-            num_before += len(part.tokens_T)
-        turns[-1] = Turn(turns[-1].start, turns[-1].end, self.reward)
-        [version] = {span.version for part in parts for span in part.versions}
-        kept = [part.kept_T for part in parts]
-        routes = [rows for part in parts if (rows := part.routes) is not None]
         newest = self.calls[-1]
-        return Completion(
+        return completion_of(
+            parts,
+            [0.0] * (len(self.calls) - 1) + [self.reward],
             text=newest.text,
-            tokens_T=tuple(token for part in parts for token in part.tokens_T),
-            logprobs_T=tuple(logprob for part in parts for logprob in part.logprobs_T),
-            kept_logprobs_T=None if None in kept else tuple(value for part in kept for value in part or ()),
-            versions=(VersionSpan(version, 0, num_before),),
-            finish="stop" if end in ("done", "failed") else "length",
-            experts_TLK=torch.cat(routes) if len(routes) == len(parts) else None,
-            episode=Episode(messages=newest.messages, turns=tuple(turns), end=end, failure=self.failure),
-            segments=tuple(segments),
+            messages=newest.messages,
+            end=end,
+            failure=self.failure,
+            follows_prompt=common > 0,
         )
 
 
 def _parent(calls: Sequence[Call], n: int) -> int:
-    """Return the call with the most tokens that the prompt of call `n` begins with; -1 if there is none."""
-    prompt_T = calls[n].prompt_T
-    before = [m for m in range(n) if prompt_T[: len(calls[m].tokens_T)] == calls[m].tokens_T]
+    """Return the call with the most tokens that the prompt of call `n` begins with; -1 if there is none. A prompt may
+    begin so by chance, and with tokens of newer weights than its answer: these it does not continue.
+    """
+    prompt_T, version = calls[n].prompt_T, calls[n].completion.policy_version
+    before = [
+        m
+        for m in range(n)
+        if prompt_T[: len(calls[m].tokens_T)] == calls[m].tokens_T
+        and calls[m].completion.versions[-1].version <= version
+    ]
     return max(before, key=lambda m: len(calls[m].tokens_T), default=-1)
 
 

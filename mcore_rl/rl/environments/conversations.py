@@ -27,8 +27,8 @@ from mcore_rl.rl.environments.interface import (
 )
 from mcore_rl.rl.rewards.interface import RewardInput
 from mcore_rl.rl.rewards.score import NO_ANSWER, FailedPart, failing_part
-from mcore_rl.rl.rollouts.transcript import Transcript, turn_text
-from mcore_rl.rl.types import Completion, Episode, EpisodeEnd, Group, Prompt, Turn
+from mcore_rl.rl.rollouts.transcript import Transcript, completion_of, turn_text
+from mcore_rl.rl.types import Completion, EpisodeEnd, Group, Prompt
 from mcore_rl.rl.workers import FailedScore
 
 T = TypeVar("T")
@@ -36,8 +36,6 @@ Generate = Callable[[Sequence[Prompt], Sampling, Sequence[Sequence[int]]], list[
 """Function that samples a turn for each seed of each prompt: `Engine.generate`, or a function with its signature."""
 ByEnvironments = Callable[[Callable[[EnvironmentWorkers], T]], T]
 """Function that runs an action on the environment workers and returns its result."""
-TRUNCATED: tuple[EpisodeEnd, ...] = ("length", "turns", "context")
-"""Ends that count as truncated, because a limit cut the conversation off."""
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -145,7 +143,16 @@ class Conversations:
         records = by_environments(lambda _: records)
         completions: list[list[Completion]] = [[] for _ in prompts]
         for draft, record in zip(drafts, records, strict=True):
-            completions[draft.group].append(_completion(draft, record))
+            assert record.end is not None
+            completion = completion_of(
+                [draft],
+                record.rewards,
+                text=record.text,
+                messages=record.messages,
+                end=record.end,
+                failure=record.failure,
+            )
+            completions[draft.group].append(completion)
         return [
             Group(prompt=prompt, completions=tuple(of_prompt))
             for prompt, of_prompt in zip(begun, completions, strict=True)
@@ -301,26 +308,6 @@ def turn_seed(seed: int, turn: int) -> int:
     return int.from_bytes(digest, "little") >> 1  # a seed is a positive int64
 
 
-def _completion(draft: _Draft, record: _Record) -> Completion:
-    assert record.end is not None
-    turns = zip(draft.spans, record.rewards, strict=True)
-    return Completion(
-        text=record.text,
-        tokens_T=tuple(draft.tokens_T),
-        logprobs_T=tuple(draft.logprobs_T),
-        kept_logprobs_T=None if draft.kept_T is None else tuple(draft.kept_T),
-        versions=tuple(draft.versions),
-        finish="length" if record.end in TRUNCATED else "stop",
-        experts_TLK=draft.routes,
-        episode=Episode(
-            messages=tuple(record.messages),
-            turns=tuple(Turn(start, end, reward) for (start, end), reward in turns),
-            end=record.end,
-            failure=record.failure,
-        ),
-    )
-
-
 def try_environment(rl: RlConfig, prompts: Sequence[Prompt], chat: Chat) -> tuple[FailedPart, ...]:
     """Answer each prompt with its reference answer before a run, to find an environment that always fails or messages
     that the template cannot append. Returns the failures. Raises ConfigError if the environment cannot be created, and
@@ -339,27 +326,41 @@ def try_environment(rl: RlConfig, prompts: Sequence[Prompt], chat: Chat) -> tupl
         ]
         answers = iter(workers.run(calls))
     failures = []
-    for prompt, text, start in zip(prompts, texts, starts, strict=True):
+    for text, start in zip(texts, starts, strict=True):
         failure = start
         if isinstance(start, EnvironmentAnswer):
             failure = _trial_failure(rl.prompts, chat, start, text, next(answers))
-        if failure is not None:
-            problem = prompt.problem
-            scored = RewardInput(
-                prompt=problem.prompt,
-                completion=text,
-                answer=problem.answer,
+        failures.append(failure)
+    return failed_trials(rl, prompts, failures)
+
+
+def failed_trials(
+    rl: RlConfig, prompts: Sequence[Prompt], failures: Sequence[FailedScore | None]
+) -> tuple[FailedPart, ...]:
+    """Return the failures of a trial with the reference answers of these prompts. Raises TrainingError if it failed for
+    every prompt, unless rl.reward.max_failed_fraction=1.
+    """
+    found = [
+        FailedPart(
+            part=ENVIRONMENT_PART,
+            problem_id=prompt.problem.problem_id,
+            failure=failure,
+            scored=RewardInput(
+                prompt=prompt.problem.prompt,
+                completion=prompt.problem.answer or NO_ANSWER,
+                answer=prompt.problem.answer,
                 num_tokens=0,
                 is_truncated=False,
-                fields=problem.fields,
-            )
-            failures.append(
-                FailedPart(part=ENVIRONMENT_PART, problem_id=problem.problem_id, failure=failure, scored=scored)
-            )
-    if len(failures) == len(prompts) and rl.reward.max_failed_fraction < 1:
-        counts = {ENVIRONMENT_PART: len(failures)}
-        raise failing_part(counts, len(prompts), failures, "of a trial, before the start")
-    return tuple(failures)
+                fields=prompt.problem.fields,
+            ),
+        )
+        for prompt, failure in zip(prompts, failures, strict=True)
+        if failure is not None
+    ]
+    if len(found) == len(prompts) and rl.reward.max_failed_fraction < 1:
+        counts = {ENVIRONMENT_PART: len(found)}
+        raise failing_part(counts, len(prompts), found, "of a trial, before the start")
+    return tuple(found)
 
 
 def _trial_failure(

@@ -150,7 +150,7 @@ class Rollouts:
                     num_completion_tokens=summary.lengths_G[g],
                     is_trained=not bool(rewards_PG[p, g].isnan())
                     and not (self.rl.loss.mask_truncated and summary.truncated_G[g]),
-                    num_stale_tokens=summary.num_stale_G[g],
+                    stale_spans=summary.stale_G[g],
                     is_truncated=summary.truncated_G[g],
                     teacher=summary.teacher,
                     sampled_spans=summary.spans_G[g],
@@ -325,7 +325,7 @@ class Rollouts:
                 segments_G=[completion.segments for completion in group.completions],
                 truncated_G=[completion.is_truncated for completion in group.completions],
                 rewards_G=rewards_PG[p],
-                num_stale_G=[num_stale_tokens(completion, version) for completion in group.completions],
+                stale_G=[completion.stale_spans(version) for completion in group.completions],
                 correct_G=correct_PG[p],
                 steps_GI=[
                     token_steps(completion, steps, self.engine.decode, self.rl.reward.environment_weight)
@@ -343,30 +343,26 @@ class Rollouts:
         ]
 
     def _flow_metrics(self, flow: "GroupFlow", groups: Sequence[Group]) -> list[Metric]:
-        """Collective over the world: return metrics of started groups and of staleness: the age of the weights that
-        sampled a completion's first token, relative to the engine's current weights, in rollout batches.
+        """Collective over the world: return metrics of started groups and of staleness: the age of the oldest weights
+        that sampled a completion, relative to the engine's current weights, in rollout batches.
         """
         now, updates = self.engine.policy_version, self.updates_per_rollout
         completions = (
             [completion for group in groups for completion in group.completions] if runs_rewards(self.mesh) else []
         )
         ages = [(now - completion.policy_version) / updates for completion in completions]
-        local = (flow.started, ages, sum(len(completion.versions) > 1 for completion in completions))
+        num_mixed = sum(len({span.version for span in completion.versions}) > 1 for completion in completions)
+        local = (flow.started, ages, num_mixed)
         gathered = [local] * self.mesh.world.size
         dist.all_gather_object(gathered, local)
-        started, ages_of_ranks, num_mixed = zip(*gathered, strict=True)
+        started, ages_of_ranks, mixed_of_ranks = zip(*gathered, strict=True)
         all_ages = [age for ages in ages_of_ranks for age in ages]
         return [
             Metric("rollout/started_prompts", max(started)),
             Metric("rollout/staleness", sum(all_ages), len(all_ages)),
             Metric("rollout/staleness_max", max(all_ages)),
-            Metric("rollout/mixed_versions_fraction", sum(num_mixed), len(all_ages)),
+            Metric("rollout/mixed_versions_fraction", sum(mixed_of_ranks), len(all_ages)),
         ]
-
-
-def num_stale_tokens(completion: Completion, version: int) -> int:
-    """Return the number of leading tokens of a completion that were sampled by weights older than `version`."""
-    return max((span.end for span in completion.versions if span.version < version), default=0)
 
 
 def runs_rewards(mesh: Mesh) -> bool:

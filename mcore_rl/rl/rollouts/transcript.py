@@ -1,12 +1,19 @@
 """A sequence in progress that a policy and others write: its sampled tokens are never made from text again."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from mcore_rl.data.chat import Chat
-from mcore_rl.rl.types import Completion, VersionSpan, grown_routes
+from mcore_rl.rl.types import Completion, Episode, EpisodeEnd, Turn, VersionSpan, grown_routes
+from mcore_rl.rl.workers import FailedScore
+
+TRUNCATED: tuple[EpisodeEnd, ...] = ("length", "turns", "context")
+"""Ends that count as truncated, because a limit cut the conversation off."""
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -59,6 +66,46 @@ class Transcript:
             num_before = 0 if before is None else self.num_prompt_routes + before
             self.experts_TLK = grown_routes(self.experts_TLK, completion.experts_TLK, num_before)
         self.newest = completion
+
+
+def completion_of(
+    parts: Sequence[Transcript],
+    rewards: Sequence[float],
+    *,
+    text: str,
+    messages: Sequence[Mapping[str, Any]],
+    end: EpisodeEnd,
+    failure: FailedScore | None,
+    follows_prompt: bool = True,
+) -> Completion:
+    """Return transcripts as a completion with a segment for each after the first, which continues the prompt unless
+    `follows_prompt` is False. `rewards` are those of all turns; `text` is the last turn's.
+    """
+    starts = [0, *accumulate(len(part.tokens_T) for part in parts)]
+    placed = [*zip(starts, parts, strict=False)]
+    spans = [(before + start, before + stop) for before, part in placed for start, stop in part.spans]
+    kept = [part.kept_T for part in parts]
+    routes = [rows for part in parts if (rows := part.routes) is not None]
+    return Completion(
+        text=text,
+        tokens_T=tuple(token for part in parts for token in part.tokens_T),
+        logprobs_T=tuple(logprob for part in parts for logprob in part.logprobs_T),
+        kept_logprobs_T=None if None in kept else tuple(value for part in kept for value in part or ()),
+        versions=tuple(
+            VersionSpan(span.version, before + span.start, before + span.end)
+            for before, part in placed
+            for span in part.versions
+        ),
+        finish="length" if end in TRUNCATED else "stop",
+        experts_TLK=torch.cat(routes) if len(routes) == len(parts) else None,
+        episode=Episode(
+            messages=tuple(messages),
+            turns=tuple(Turn(*span, reward) for span, reward in zip(spans, rewards, strict=True)),
+            end=end,
+            failure=failure,
+        ),
+        segments=tuple(starts[follows_prompt:-1]),
+    )
 
 
 def turn_text(

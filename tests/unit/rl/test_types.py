@@ -6,8 +6,31 @@ import torch
 from mcore_rl.rl.types import Completion, VersionSpan, grown_routes, single_version
 
 
-def completion(*versions: VersionSpan, length: int = 5) -> Completion:
-    return Completion(text="", tokens_T=(1,) * length, logprobs_T=(0.0,) * length, versions=versions, finish="stop")
+def completion(*versions: VersionSpan, length: int = 5, segments: tuple[int, ...] = ()) -> Completion:
+    tokens_T, logprobs_T = (1,) * length, (0.0,) * length
+    return Completion(
+        text="", tokens_T=tokens_T, logprobs_T=logprobs_T, versions=versions, finish="stop", segments=segments
+    )
+
+
+def test_versions_rise_in_each_segment_alone_and_the_stale_tokens_lead_each() -> None:
+    spans = (
+        VersionSpan(3, 0, 2),
+        VersionSpan(7, 2, 3),
+        VersionSpan(3, 3, 5),
+        VersionSpan(5, 5, 6),
+        VersionSpan(7, 6, 8),
+    )
+    one = completion(*spans, length=8, segments=(3, 6))
+    assert one.policy_version == 3
+    assert one.stale_spans(7) == ((0, 2), (3, 6))
+    assert one.stale_spans(5) == ((0, 2), (3, 5))
+    assert one.stale_spans(3) == ()
+    assert one.stale_spans(8) == ((0, 3), (3, 6), (6, 8))
+    whole = completion(VersionSpan(3, 0, 8), length=8, segments=(0, 6))
+    assert whole.stale_spans(4) == ((0, 6), (6, 8)), "a span of several segments"
+    with pytest.raises(AssertionError):
+        completion(*spans, length=8, segments=(6,))
 
 
 def test_the_version_of_a_completion_is_that_of_its_first_token() -> None:

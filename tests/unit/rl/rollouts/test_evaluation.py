@@ -30,7 +30,7 @@ def summary(correct: list[bool | None]) -> GroupSummary:
         spans_G=[((0, 1), (3, 6))] * len(correct),
         segments_G=[()] * len(correct),
         truncated_G=[True] + [False] * (len(correct) - 1),
-        num_stale_G=[0] * len(correct),
+        stale_G=[()] * len(correct),
         rewards_G=[float(is_correct or 0) / 2 for is_correct in correct],
         correct_G=correct,
     )

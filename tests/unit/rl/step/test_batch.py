@@ -126,15 +126,28 @@ def test_context_parallel_ranks_hold_their_chunks_of_each_sample(rank: int) -> N
 def test_stale_tokens_are_the_first_of_a_completion() -> None:
     """Two of three tokens; none; all. Routes of the prompt are stale with the first token."""
     samples = {
-        3: sample([11, 12], [21, 22, 23], num_stale_tokens=2),
+        3: sample([11, 12], [21, 22, 23], stale_spans=((0, 2),)),
         5: sample([13], [24]),
-        8: sample([14, 15, 16], [25, 26], num_stale_tokens=2),
+        8: sample([14, 15, 16], [25, 26], stale_spans=((0, 2),)),
     }
     limits = PackingLimits(max_tokens=16, multiple=4, sample_multiple=2)
     batch = make_microbatch(samples, [3, 5, 8], limits, ALONE, CPU)
     assert batch.inputs.labels_Bs[0][batch.is_stale_T].tolist() == [21, 22, 25, 26]
     assert [span.first_current for span in batch.spans] == [3, 0, 4]
     assert [len(samples[n].tokens_T) - 1 for n in (3, 8)] == [4, 4]  # one position is current, and none
+
+
+def test_stale_tokens_lead_each_segment_and_the_positions_before_them_have_older_routes(one_rank: Mesh) -> None:
+    """The first segment has two of three tokens from older weights, the second all, and the third none."""
+    fields = {"segments": (3, 6), "stale_spans": ((0, 2), (3, 6)), "sampled_spans": ((0, 3), (4, 6), (7, 9))}
+    samples = {0: sample([10, 11], [21, 22, 23, 40, 31, 32, 50, 33, 34], **fields)}
+    limits = PackingLimits(max_tokens=16, multiple=4, sample_multiple=1)
+    batch = make_microbatch(samples, [0], limits, ALONE, CPU)
+    assert batch.inputs.labels_Bs[0][batch.is_stale_T & batch.mask_T].tolist() == [21, 22, 31, 32]
+    tokens = local_tokens(layout_of(batch, of_engine=True), one_rank)
+    # The tokens 10, 11, 21 predict what older weights sampled, and 40, 31 too.
+    assert batch.inputs.tokens_Bs[0][~tokens.is_current_t].tolist() == [10, 11, 21, 40, 31]
+    assert local_tokens(layout_of(batch), one_rank).is_current_t.all()
 
 
 SEGMENTS = ([[11, 12, 21, 22, 91, 23], [41, 42, 43, 31, 32]], [[13, 24, 92, 25], [51, 33], [61, 62, 34, 35]])
