@@ -272,10 +272,79 @@ def streaming(run: Run) -> float:
     return 1.0
 
 
+PROGRAM = """
+import json, os, subprocess, sys, urllib.request
+
+problem = json.load(sys.stdin)
+def ask(path, body, headers):
+    url = os.environ["OPENAI_BASE_URL" if "Authorization" in headers else "ANTHROPIC_BASE_URL"] + path
+    body = {"model": os.environ["MCORE_RL_MODEL"], "messages": [{"role": "user", "content": problem["prompt"]}], **body}
+    headers = headers | {"Content-Type": "application/json"}
+    return json.load(urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)))
+ask("/chat/completions", {}, {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
+said = ask("/v1/messages", {"max_tokens": 4}, {"x-api-key": os.environ["ANTHROPIC_API_KEY"]})
+assert said["type"] == "message" and said["content"][0]["type"] == "text", said
+assert os.listdir(os.environ["MCORE_RL_FOLDER"]) == [] and "SOME_SECRET" not in os.environ
+print("here", os.getcwd())
+fault = problem["answer"]
+if fault == "three":
+    print("last words")
+    sys.exit(3)
+if fault == "children":
+    child = subprocess.Popen(["setsid", "sleep", "600"])
+    open(problem["arguments"]["folder"] + "/pid", "w").write(str(child.pid))
+results = {"fine": {"reward": 1.5}, "children": {"reward": 1}, "nan": {"reward": float("nan")}, "list": [1]}
+if fault in results:
+    json.dump(results[fault], open(os.environ["MCORE_RL_RESULT"], "w"))
+"""
+"""A program that asks in OpenAI's and in Anthropic's form, and goes wrong as its problem says."""
+
+
+TOOL_IN = {"name": "add", "description": "adds", "input_schema": {"type": "object", "properties": {}}}
+
+
+def anthropic(run: Run) -> float:
+    """Asks in Anthropic's form, with a tool, whole and as a stream; it shows that one history is one segment."""
+    url, key = f"{run.base_url}/messages", run.api_key
+    system = [{"type": "text", "text": "calculate", "cache_control": {"type": "ephemeral"}}]
+    body = {"model": run.model, "max_tokens": 90, "system": system, "tools": [TOOL_IN], "messages": [user("go")]}
+    status, text = post(url, key, body, {"x-api-key": key})
+    assert status == 200, text
+    first = json.loads(text)
+    assert first["stop_reason"] == "tool_use" and first["usage"]["output_tokens"] > 0
+    assert [block["type"] for block in first["content"]] == ["text", "tool_use"]
+    call = first["content"][1]
+    result = {"type": "tool_result", "tool_use_id": call["id"], "content": [{"type": "text", "text": "3"}]}
+    assert call["input"] == {"a": 1, "b": 2}
+    body["messages"] += [{"role": "assistant", "content": first["content"]}, {"role": "user", "content": [result]}]
+    status, text = post(url, key, {**body, "stream": True, "stop_sequences": ["!"]})
+    assert status == 200, text
+    lines = [event.split("\n") for event in text.split("\n\n") if event]
+    events = [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in lines]
+    assert all(name == event["type"] for name, event in events)
+    block = ["content_block_start", "content_block_delta", "content_block_stop"]
+    assert [name for name, _ in events] == ["message_start", *block, *block, "message_delta", "message_stop"]
+    deltas = [event["delta"] for name, event in events if name == "content_block_delta"]
+    assert deltas == [{"type": "thinking_delta", "thinking": "easy"}, {"type": "text_delta", "text": "end"}]
+    assert events[-2][1]["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": "!"}
+    image = {"type": "image", "source": {"type": "base64", "data": ""}}
+    for wrong, word in (
+        ({"messages": [{"role": "user", "content": [image]}]}, "image"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "input_schema"),
+        ({"messages": [{"role": "user"}]}, "content"),
+        ({"context_management": {}}, "context_management"),
+    ):
+        status, text = post(url, key, {**body, **wrong})
+        error = json.loads(text)
+        assert status == 400 and error["type"] == "error" and word in error["error"]["message"], text
+    return 1.0
+
+
 def agent_config(model: ModelConfig, function: str, template: str = "tokenizer", **agent: Any) -> RlRunConfig:
     """`conversing.config_of` with an agent in the place of its environment."""
     config = config_of(model, template)
-    fields = {"function": f"tests.sessions:{function}", "sessions": 4, "max_tokens": 200} | agent
+    fields = {"function": f"tests.sessions:{function}" if function else None, "sessions": 4, "max_tokens": 200} | agent
     rl = config.rl.model_copy(
         update={
             "environment": EnvironmentConfig(),

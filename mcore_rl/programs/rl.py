@@ -159,6 +159,10 @@ def try_reward_of(rl: RlConfig, prompts: Prompts) -> tuple[FailedPart, ...]:
         from mcore_rl.rl.environments.conversations import try_environment
 
         failed = try_environment(rl, tried, prompts.chat)
+    if rl.agent.is_on:
+        from mcore_rl.rl.agents.hold import try_agent
+
+        failed = try_agent(rl, tried, prompts.chat, prompts.tokenizer, prompts.ends)
     return *failed, *try_reward(rl.reward, rl.max_completion_tokens, tried, prompts.tokenizer.encode)
 
 

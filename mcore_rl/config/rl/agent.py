@@ -17,9 +17,9 @@ class AgentConfig(Section):
     """`module:name` of a function from rl.agents.run.Run to the reward (a number, {"reward": number}, or None), plain
     or async; it runs in worker processes, and its module is imported before these start; `none`: no function."""
     command: tuple[Text, ...] = ()
-    """Program with its arguments, such as ["python", "agent.py"], instead of `function`. It gets OPENAI_BASE_URL,
-    OPENAI_API_KEY, MCORE_RL_MODEL and MCORE_RL_SEED, the problem as JSON on its standard input, and writes
-    {"reward": number} to the file MCORE_RL_RESULT."""
+    """Program with its arguments, such as ["python", "agent.py"], instead of `function`. It gets OPENAI_BASE_URL and
+    OPENAI_API_KEY, the same for ANTHROPIC, MCORE_RL_MODEL, MCORE_RL_SEED, the empty folder MCORE_RL_FOLDER, and the
+    problem as JSON on its standard input, and writes {"reward": number} to the file MCORE_RL_RESULT."""
     arguments: dict[str, str | bool | int | float] = {}  # noqa: RUF012  # pydantic gives every instance its own
     """Values that the agent gets beside its problem."""
     sessions: PositiveInt = 16
@@ -41,6 +41,8 @@ class AgentConfig(Section):
     sampling: Literal["override", "refuse"] = "override"
     """Effect of a temperature, top_p, top_k, min_p or seed in a request that differs from the run's; `override`: the
     run's is used; `refuse`: the request is refused."""
+    tool_format: Literal["auto", "hermes", "xml", "llama3", "mistral", "deepseek", "glm", "kimi"] = "auto"
+    """Format in which the policy calls the tools of a request; `auto`: that of the chat template."""
     model: Text = "policy"
     """Name of the model that requests must have."""
     host: Text = "127.0.0.1"

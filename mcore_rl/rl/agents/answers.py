@@ -4,10 +4,12 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NotRequired
 
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
+from typing_extensions import TypedDict
 
 from mcore_rl.data.chat import Chat, Conversation
 from mcore_rl.errors import DataError
@@ -37,15 +39,40 @@ IGNORED = (
 """Fields that do not concern what the policy reads and writes."""
 
 
+OPEN = ConfigDict(extra="allow")
+
+
+class _Function(TypedDict):
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+    name: str
+
+
+class _Part(TypedDict):
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+    text: NotRequired[str]
+
+
+class _Tool(TypedDict):
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+    function: _Function
+
+
+class _Message(TypedDict):
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+    role: str
+    content: NotRequired[str | list[_Part] | None]
+    tool_calls: NotRequired[list[_Tool] | None]
+
+
 class Body(BaseModel):
     """The fields of a request that count."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
     model: str
-    messages: list[dict[str, Any]] = []
+    messages: list[_Message] = []
     prompt: str | list[int] = ""
-    tools: list[dict[str, Any]] | None = None
+    tools: list[_Tool] | None = None
     n: PositiveInt | None = None
     max_tokens: PositiveInt | None = None
     max_completion_tokens: PositiveInt | None = None
@@ -92,61 +119,51 @@ def read_body(body: Mapping[str, Any], model: str, cut: Cut, *, refuses: bool) -
     other = [name for name, value in own.items() if getattr(found, name) not in (None, value)]
     if other and refuses:
         raise RefusedError(f"{other[0]}: the policy trains on what it samples with {own}; leave it out")
-    for message in found.messages:
-        _check_message(message)
-    for tool in found.tools or ():
-        if not isinstance(tool.get("function"), dict) or not isinstance(tool["function"].get("name"), str):
-            raise RefusedError(f'tools: {tool!r:.60} is no {{"type": "function", "function": {{"name": ...}}}}')
     return found
 
 
-def _check_message(message: Mapping[str, Any]) -> None:
-    if not isinstance(message.get("role"), str):
-        raise RefusedError(f'messages: {message!r:.60} has no "role"')
-    content, calls = message.get("content"), message.get("tool_calls")
-    parts = content if isinstance(content, list) else []
-    if not all(isinstance(part, dict) and isinstance(part.get("text", ""), str) for part in parts):
-        raise RefusedError(f"messages: the content {content!r:.60} is no text")
-    if calls is not None and not (
-        isinstance(calls, list)
-        and all(
-            isinstance(call, dict)
-            and isinstance(call.get("function"), dict)
-            and isinstance(call["function"].get("name"), str)
-            for call in calls
-        )
-    ):
-        raise RefusedError(f"messages: tool_calls={calls!r:.60} are no list of calls")
-
-
-FORMATS: dict[str, tuple[str, re.Pattern[str]]] = {
-    "xml": ("<function=", re.compile(r"<tool_call>\s*<function=([^>]+)>(.*?)</function>\s*</tool_call>", re.S)),
-    "hermes": ("<tool_call>", re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.S)),
+FORMATS: dict[str, re.Pattern[str]] = {
+    name: re.compile(pattern, re.S)
+    for name, pattern in {
+        "xml": r"<tool_call>\s*<function=(?P<name>[^>]+)>(?P<arguments>.*?)</function>\s*</tool_call>",
+        "glm": r"<tool_call>(?P<name>[\w.-]+)\s*(?P<arguments>(?:<arg_key>.*?)?)\s*</tool_call>",
+        "hermes": r"<tool_call>\s*(?P<calls>\{.*?\})\s*</tool_call>",
+        "mistral": r"\[TOOL_CALLS\]\s*(?P<calls>\[.*?\])\s*(?=</s>|$)",
+        # Its bars and blanks are letters of their own.
+        "deepseek": r"(?:<.tool.calls.begin.>)?<.tool.call.begin.>(?:function<.tool.sep.>)?(?P<name>[^<\n]+)"
+        r"(?:\n```json\n|<.tool.sep.>)(?P<arguments>.*?)(?:\n```)?\s*<.tool.call.end.>",
+        "kimi": r"(?:<\|tool_calls_section_begin\|>)?<\|tool_call_begin\|>functions\.(?P<name>[^:]+):\d+\s*"
+        r"<\|tool_call_argument_begin\|>(?P<arguments>.*?)<\|tool_call_end\|>",
+        "llama3": r"(?:^|>)\s*(?:<\|python_tag\|>)?(?P<calls>\{\s*\"name\".*?\})\s*(?=<\|eo[tm]_id\|>|$)",
+    }.items()
 }
-"""Formats of tool calls: a mark in the rendering of a call, and the pattern of a call; the first match counts."""
-PARAMETER = re.compile(r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>", re.S)
+"""Patterns of tool calls: `calls` is the JSON of one or several, `name` and `arguments` are the parts of one."""
+PARAMETER = re.compile(
+    r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>|<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.S
+)
 THINKING = re.compile(r"^\s*(?:<think>)?(.*?)</think>\s*", re.S)
 PROBE = "mcorerlprobe"
 
 
 def format_of(chat: Chat) -> str | None:
     """Return the format in which the template renders a tool call; None if it is none of `FORMATS`."""
-    call = {"type": "function", "function": {"name": PROBE, "arguments": {"a": 1}}}
-    messages = (
-        {"role": "user", "content": "?"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "0"},
-    )
-    tool = {"type": "function", "function": {"name": PROBE, "description": "", "parameters": {"type": "object"}}}
-    try:
-        text = chat.decode(chat.prompt(Conversation(messages=messages, tools=(tool,))))
-    except DataError:
-        return None
-    # The tools' description may show the format too, of which the call itself is the last one.
-    shown = text[: text.rfind(PROBE)]
-    marks = {name: shown.rfind(mark) for name, (mark, _) in FORMATS.items()}
-    found = [name for name, at in marks.items() if at >= 0 and len(shown) - at < 40]
-    return found[0] if found else None
+    function = {"name": PROBE, "description": "", "parameters": {"type": "object"}}
+    # Other patterns may fit the tools' description, which some templates show in the form of a call.
+    wanted = ({"name": PROBE, "arguments": {"a": 1}}, {"name": PROBE, "arguments": {"a": "1"}})
+    for number in ("abcdef012", f"functions.{PROBE}:0"):  # Mistral's and Kimi's template take no other ids
+        call = {"id": number, "type": "function", "function": {"name": PROBE, "arguments": {"a": 1}}}
+        messages = (
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": number, "content": "0"},
+        )
+        with suppress(DataError):
+            tools = ({"type": "function", "function": function},)
+            text = chat.decode(chat.prompt(Conversation(messages=messages, tools=tools)))
+            for kind in FORMATS:
+                if any(found in wanted for _, found in _calls(text, kind)):
+                    return kind
+    return None
 
 
 def message_of(text: str, tools: Sequence[Mapping[str, Any]], kind: str | None) -> dict[str, Any]:
@@ -158,31 +175,37 @@ def message_of(text: str, tools: Sequence[Mapping[str, Any]], kind: str | None) 
         message["reasoning_content"], text = found[1].strip(), text[found.end() :]
     if tools and kind is not None:
         names = {tool["function"]["name"] for tool in tools}
-        matches = [(match, _call(match, kind)) for match in FORMATS[kind][1].finditer(text)]
-        calls = [(match, call) for match, call in matches if call is not None and call["name"] in names]
+        calls = [(at, call) for at, call in _calls(text, kind) if call["name"] in names]
         if calls:
             message["tool_calls"] = [
                 {
-                    "id": f"call_{secrets.token_hex(8)}",
+                    "id": f"functions.{call['name']}:{n}" if kind == "kimi" else secrets.token_hex(5)[:9],
                     "type": "function",
                     "function": {"name": call["name"], "arguments": json.dumps(call["arguments"], ensure_ascii=False)},
                 }
-                for _, call in calls
+                for n, (_, call) in enumerate(calls)
             ]
-            text = text[: calls[0][0].start()]
+            text = text[: calls[0][0]]
     message["content"] = text
     return message
 
 
-def _call(match: re.Match[str], kind: str) -> Mapping[str, Any] | None:
-    if kind == "xml":
-        return {"name": match[1], "arguments": dict(PARAMETER.findall(match[2]))}
-    try:
-        call = json.loads(match[1])
-    except ValueError:
-        return None
-    is_call = isinstance(call, dict) and isinstance(call.get("name"), str)
-    return {"name": call["name"], "arguments": call.get("arguments", {})} if is_call else None
+def _calls(text: str, kind: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the calls in a text that can be read, with the place at which their mark begins."""
+    for match in FORMATS[kind].finditer(text):
+        found: dict[str, Any] = match.groupdict()
+        if kind in ("xml", "glm"):
+            found["arguments"] = {a or c: b or d for a, b, c, d in PARAMETER.findall(match["arguments"])}
+        try:
+            calls = json.loads(found["calls"]) if "calls" in found else [found]
+            for call in calls if isinstance(calls, list) else [calls]:
+                arguments = call.get("arguments", call.get("parameters", {}))
+                if kind in ("deepseek", "kimi"):
+                    arguments = json.loads(arguments)
+                if isinstance(call["name"], str):
+                    yield match.start(), {"name": call["name"].strip(), "arguments": arguments}
+        except (ValueError, KeyError, AttributeError):
+            continue
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> str:
@@ -191,11 +214,15 @@ def cut_at_stop(text: str, stops: Sequence[str]) -> str:
 
 
 def choice_of(
-    index: int, completion: Completion, text: str, message: Mapping[str, Any], body: Body, chat: Chat
+    index: int, completion: Completion, whole: str, message: Mapping[str, Any], body: Body, chat: Chat
 ) -> dict[str, Any]:
-    """Return one of an answer's choices in OpenAI's form; an empty `message` means the form of raw completions."""
+    """Return one of an answer's choices in OpenAI's form, with vLLM's `stop_reason`, the string that ended it, which
+    `whole` still has; an empty `message` means the form of raw completions.
+    """
+    text = cut_at_stop(whole, body.stops)
     finish = "tool_calls" if message.get("tool_calls") else completion.finish
-    choice: dict[str, Any] = {"index": index, "finish_reason": finish, "logprobs": None}
+    stopped = next((stop for stop in body.stops if whole.startswith(stop, len(text))), None)
+    choice: dict[str, Any] = {"index": index, "finish_reason": finish, "stop_reason": stopped, "logprobs": None}
     choice |= {"message": message} if message else {"text": text}
     if body.logprobs not in (None, False):
         pieces = [chat.decode([token]) for token in completion.tokens_T]

@@ -1,10 +1,12 @@
-"""The endpoint: OpenAI's chat.completions and completions over HTTP, with a key for each session."""
+"""The endpoint: OpenAI's chat.completions and completions, and Anthropic's messages, over HTTP, with a key for each
+session.
+"""
 
 import hmac
 import json
 import select
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -109,10 +111,12 @@ class _Handler(BaseHTTPRequestHandler):
         except RefusedError as error:
             self._refuse(error)
             return
-        if body.get("stream"):
-            self._stream(chunks_of(found, body))
-        else:
+        if not body.get("stream"):
             self._send(found)
+        elif found.get("type") == "message":
+            self._stream(f"event: {event['type']}\ndata: {json.dumps(event)}" for event in events_of(found))
+        else:
+            self._stream(f"data: {text}" for text in (*map(json.dumps, chunks_of(found, body)), "[DONE]"))
 
     def _body(self) -> bytes:
         try:
@@ -134,7 +138,10 @@ class _Handler(BaseHTTPRequestHandler):
         return not ready or bool(self.connection.recv(1, socket.MSG_PEEK))
 
     def _refuse(self, error: RefusedError) -> None:
-        self._send({"error": {"message": str(error), "type": error.code, "code": error.code}}, error.status)
+        # Anthropic's clients read the outer type, OpenAI's only what is inside.
+        self._send(
+            {"type": "error", "error": {"message": str(error), "type": error.code, "code": error.code}}, error.status
+        )
 
     def _send(self, value: Mapping[str, Any], status: int = 200) -> None:
         text = json.dumps(value).encode()
@@ -144,13 +151,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(text)
 
-    def _stream(self, chunks: Iterator[Mapping[str, Any]]) -> None:
+    def _stream(self, events: Iterable[str]) -> None:
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        for text in (*map(json.dumps, chunks), "[DONE]"):
-            data = f"data: {text}\n\n".encode()
+        for event in events:
+            data = f"{event}\n\n".encode()
             self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
         self.wfile.write(b"0\r\n\r\n")
 
@@ -171,3 +178,22 @@ def chunks_of(answer: Mapping[str, Any], body: Mapping[str, Any]) -> Iterator[di
         yield {**head, "choices": [{**same, **empty, "finish_reason": choice["finish_reason"]}]}
     if (body.get("stream_options") or {}).get("include_usage"):
         yield {**head, "choices": [], "usage": answer["usage"]}
+
+
+def events_of(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a whole message as the events of Anthropic's stream, each block in one piece."""
+    usage = message["usage"]
+    empty = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": {**usage, "output_tokens": 0}}
+    yield {"type": "message_start", "message": {**message, **empty}}
+    for n, block in enumerate(message["content"]):
+        match block:
+            case {"type": "tool_use", "input": given}:
+                begun, delta = {"input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(given)}
+            case {"type": kind}:
+                begun, delta = {kind: ""}, {"type": f"{kind}_delta", kind: block[kind]}
+        yield {"type": "content_block_start", "index": n, "content_block": {**block, **begun}}
+        yield {"type": "content_block_delta", "index": n, "delta": delta}
+        yield {"type": "content_block_stop", "index": n}
+    end = {"stop_reason": message["stop_reason"], "stop_sequence": message["stop_sequence"]}
+    yield {"type": "message_delta", "delta": end, "usage": {"output_tokens": usage["output_tokens"]}}
+    yield {"type": "message_stop"}

@@ -5,12 +5,13 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any, Self
 
 from mcore_rl.config.extension import load_extension
@@ -20,18 +21,30 @@ from mcore_rl.data.tokenizer import Tokenizer
 from mcore_rl.errors import ConfigError, DataError, EngineError, McoreRlError
 from mcore_rl.megatron.agree import from_first_of_model, on_every_rank, world_max
 from mcore_rl.megatron.mesh import Mesh
-from mcore_rl.rl.agents.answers import Body, answer_of, choice_of, cut_at_stop, format_of, message_of, read_body
+from mcore_rl.rl.agents.answers import (
+    FORMATS,
+    Body,
+    answer_of,
+    choice_of,
+    cut_at_stop,
+    format_of,
+    message_of,
+    read_body,
+)
+from mcore_rl.rl.agents.anthropic import chat_body, message_answer
 from mcore_rl.rl.agents.endpoint import Endpoint, RefusedError
 from mcore_rl.rl.agents.run import Run, run_agent
 from mcore_rl.rl.agents.session import Call, Session, common_length
-from mcore_rl.rl.engines.base import Engine, Sampling, asking_or_none
+from mcore_rl.rl.engines.base import Engine, Sampling, asking_or_none, sampling_of
+from mcore_rl.rl.environments.conversations import failed_trials
+from mcore_rl.rl.rewards.score import NO_ANSWER, FailedPart
 from mcore_rl.rl.rollouts.transcript import turn_text
-from mcore_rl.rl.types import Completion, EpisodeEnd, Group, Prompt
+from mcore_rl.rl.types import Completion, EpisodeEnd, Group, Prompt, single_version
 from mcore_rl.rl.workers import FailedScore, WorkerPool
 
 BEAT_S = 0.5
 """Seconds after which ranks that wait for requests tell each other that they still wait."""
-KINDS = {"/v1/chat/completions": "chat.completion", "/v1/completions": "text_completion"}
+KINDS = {"/v1/chat/completions": "chat.completion", "/v1/completions": "text_completion", "/v1/messages": "message"}
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -54,19 +67,20 @@ class AgentSessions:
         engine: Engine,
         chat: Chat,
         tokenizer: Tokenizer,
-        mesh: Mesh,
+        mesh: Mesh | None,
         ends: Iterable[int],
         *,
         serves: bool,
     ) -> None:
-        """Prepare the agent of `rl.agent`; the tokens `ends` end completions. `serves`: whether this rank, the first of
-        its replica, runs the agents and the endpoint.
+        """Prepare the agent of `rl.agent`; the tokens `ends` end completions. Without a mesh, only `hold_group` may be
+        called. `serves`: whether this rank, the first of its replica, runs the agents and the endpoint.
         """
         self._rl, self._engine, self._chat, self._tokenizer, self._mesh = rl, engine, chat, tokenizer, mesh
         self._document_ends = frozenset(ends) - frozenset(rl.rollout.stop_tokens)
-        self._serves, self._tool_format = serves, format_of(chat)
+        self._serves, chosen = serves, rl.agent.tool_format
+        self._tool_format = format_of(chat) if chosen == "auto" else chosen
         self._limit = rl.prompts.max_tokens + rl.agent.max_tokens
-        self._multiple = mesh.config.zigzag
+        self._multiple = 1 if mesh is None else mesh.config.zigzag
         if self._multiple > 1:
             self._limit -= self._multiple  # for a prompt of its own, where sessions begin with different tokens
         self.environment_s = 0.0
@@ -85,7 +99,7 @@ class AgentSessions:
             return self
         if agent.function is not None:
             load_extension("rl.agent.function", agent.function)  # once, before processes are forked
-        port = agent.port + self._mesh.dp_cp.rank if agent.port else 0
+        port = agent.port + self._mesh.dp_cp.rank if agent.port and self._mesh is not None else 0
         try:
             self._endpoint = self._stack.enter_context(Endpoint(agent.host, port, agent.model))
         except (OSError, OverflowError) as error:
@@ -117,11 +131,12 @@ class AgentSessions:
         """Collective over the world: run a session for each seed of each of this replica's prompts. Returns a group for
         each prompt, in order. Raises EngineError on all ranks if the engine has failed.
         """
+        assert self._mesh is not None
         self.environment_s, begin_s = 0.0, time.perf_counter()
         asking = asking_or_none(self._engine)
         futures_PG = self._start(range(len(prompts)), prompts, sampling, seeds_PG) if self._serves else []
         if asking is None:
-            self._serve_rounds(sampling)
+            self._serve_rounds(sampling, self._mesh)
             self.environment_s += time.perf_counter() - begin_s
         found = on_every_rank(lambda: self._groups(prompts, futures_PG) if self._serves else [])
         if asking is None:
@@ -136,7 +151,7 @@ class AgentSessions:
         """
         return self._groups([prompt], self._start([index], [prompt], sampling, [seeds_G]))[0]
 
-    def _serve_rounds(self, sampling: Sampling) -> None:
+    def _serve_rounds(self, sampling: Sampling, mesh: Mesh) -> None:
         """Collective over the world: answer requests with the engine of the training processes until all agents have
         ended. Requests that come while the engine computes wait for its next round.
         """
@@ -144,7 +159,7 @@ class AgentSessions:
             taken = self._take() if self._serves else []
             is_running = self._serves and (self._num_running > 0 or bool(taken))
             own = [(request.prompt, request.sampling, request.seeds) for request in taken]
-            asked = from_first_of_model(own, self._mesh)
+            asked = from_first_of_model(own, mesh)
             if not world_max(int(is_running)):
                 return
             by_rules: dict[Sampling, list[int]] = {}
@@ -334,7 +349,10 @@ class AgentSessions:
         self, session: Session, sampling: Sampling, kind: str, fields: Mapping[str, Any], number: int
     ) -> tuple[list[Call], Mapping[str, Any]]:
         agent, chat = self._rl.agent, self._chat
-        body = read_body(fields, agent.model, sampling.cut, refuses=agent.sampling == "refuse")
+        is_message = kind == "message"
+        body = read_body(
+            chat_body(fields) if is_message else fields, agent.model, sampling.cut, refuses=agent.sampling == "refuse"
+        )
         tools, count = tuple(body.tools or ()), body.n or 1
         with session.lock:
             if session.is_closed:
@@ -376,21 +394,22 @@ class AgentSessions:
                     tools=tools,
                 )
             )
-            choices.append(choice_of(n, completion, shown, message, body, chat))
+            choices.append(choice_of(n, completion, text, message, body, chat))
         num_sampled = sum(len(completion.tokens_T) for completion in completions)
-        return calls, answer_of(kind, body, choices, prompt_T, num_sampled)
+        answer = answer_of("chat.completion" if is_message else kind, body, choices, prompt_T, num_sampled)
+        return calls, message_answer(answer) if is_message else answer
 
     def _prompt(
         self, session: Session, kind: str, body: Body, tools: tuple[Mapping[str, Any], ...]
     ) -> tuple[tuple[int, ...], tuple[Mapping[str, Any], ...]]:
         """Return the tokens before the answer, and the messages for the template; empty for raw completions."""
-        if kind == "chat.completion":
+        if kind != "text_completion":
             if not body.messages or body.messages[-1]["role"] == "assistant":
                 raise RefusedError("messages must end with a turn that the assistant answers")
             if tools and self._tool_format is None:
                 raise RefusedError(
-                    "tools: the chat template writes calls in none of the known formats (hermes, xml). Describe the "
-                    "tools in a message, and read the calls from the content"
+                    f"tools: the chat template writes calls in none of the known formats ({', '.join(FORMATS)}). Name "
+                    "one (rl.agent.tool_format), or describe the tools in a message and read calls from the content"
                 )
             return session.chat_prompt(self._chat, body.messages, tools, self._document_ends)
         if isinstance(body.prompt, list):
@@ -406,3 +425,34 @@ class AgentSessions:
 
 def _end(session: Session) -> EpisodeEnd:
     return "failed" if session.failure is not None else session.refused or "done"
+
+
+class _Trial(AgentSessions):
+    """Sessions without an engine, of which each request is answered with the reference answer of the problem."""
+
+    def _ask(self, session: Session, prompt: Prompt, sampling: Sampling, seeds: list[int]) -> tuple[Completion, ...]:
+        said = self._tokenizer.encode(prompt.problem.answer or NO_ANSWER)[: sampling.max_new_tokens - 1]
+        one = Completion(
+            text=self._tokenizer.decode(said),
+            tokens_T=(*said, next(iter([*self._chat.turn_end_ids, *sampling.stop_tokens]))),
+            logprobs_T=(0.0,) * (len(said) + 1),
+            versions=single_version(0, len(said) + 1),
+            finish="stop",
+        )
+        return (one,) * len(seeds)
+
+
+def try_agent(
+    rl: RlConfig, prompts: Sequence[Prompt], chat: Chat, tokenizer: Tokenizer, ends: Collection[int]
+) -> tuple[FailedPart, ...]:
+    """Run the agent on each problem before a run, to find one that always fails. Returns the failures. Raises
+    ConfigError if the agent cannot be imported, and TrainingError if it failed for every prompt, unless
+    rl.reward.max_failed_fraction=1.
+    """
+    few = rl.agent.model_copy(update={"sessions": min(rl.agent.sessions, len(prompts))})
+    rules = sampling_of(rl.rollout, ends, vocab_size=tokenizer.vocab_size, with_routes=False)
+    engine: Any = SimpleNamespace(decode=tokenizer.decode, capabilities=SimpleNamespace(max_tokens=1 << 30))
+    with _Trial(rl.model_copy(update={"agent": few}), engine, chat, tokenizer, None, ends, serves=True) as trial:
+        futures_PG = trial._start(range(len(prompts)), prompts, rules, [[n] for n in range(len(prompts))])
+        sessions = [future.result() for [future] in futures_PG]
+    return failed_trials(rl, prompts, [session.failure for session in sessions])

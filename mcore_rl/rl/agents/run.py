@@ -69,7 +69,8 @@ def run_agent(agent: AgentConfig, close_inherited: Callable[[], None], run: Run)
 def _run_program(command: tuple[str, ...], run: Run) -> Any:
     """Run the program. Returns what it has written to its result file, or a FailedScore."""
     with tempfile.TemporaryDirectory(prefix="agent-") as folder, tempfile.TemporaryFile() as problem:
-        result = Path(folder) / "result.json"
+        result, empty = Path(folder) / "result.json", Path(folder) / "empty"
+        empty.mkdir()
         fields = {**asdict(run.problem), "arguments": dict(run.arguments)}
         problem.write(json.dumps(fields, default=list).encode())
         problem.seek(0)
@@ -81,9 +82,12 @@ def _run_program(command: tuple[str, ...], run: Run) -> Any:
         own = {
             "OPENAI_BASE_URL": run.base_url,
             "OPENAI_API_KEY": run.api_key,
+            "ANTHROPIC_BASE_URL": run.base_url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": run.api_key,
             "MCORE_RL_MODEL": run.model,
             "MCORE_RL_SEED": str(run.seed),
             "MCORE_RL_RESULT": str(result),
+            "MCORE_RL_FOLDER": str(empty),
         }
         process = subprocess.Popen(
             command, stdin=problem, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=inherited | own

@@ -3,20 +3,25 @@
 import dataclasses
 import json
 import os
+import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
+import jinja2
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from mcore_rl.data.chat import Chat
+from mcore_rl.data.chat import Chat, Conversation
 from mcore_rl.data.packing import PackingLimits
+from mcore_rl.errors import TrainingError
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.schedule import run_pass
+from mcore_rl.rl.agents.answers import format_of, message_of
+from mcore_rl.rl.agents.hold import try_agent
 from mcore_rl.rl.agents.session import Call, Session, common_length
 from mcore_rl.rl.batch import LogprobHead, evaluating, make_microbatch
 from mcore_rl.rl.engines.base import Capabilities, QuietEngine, Sampling
@@ -25,7 +30,7 @@ from mcore_rl.rl.environments.conversations import turn_seed
 from mcore_rl.rl.types import Completion, Group, Prompt, SampleShape, TrainedSample, single_version
 from tests.conversing import END, chat_of, config_of, held, problems
 from tests.hf_models import VOCAB, Oracle
-from tests.sessions import REQUESTS, agent_config, run_sessions
+from tests.sessions import PROGRAM, REQUESTS, agent_config, run_sessions
 
 SIX = problems(*"123456")
 
@@ -138,6 +143,140 @@ def test_an_agent_that_fails_has_no_reward_and_the_others_go_on(
         os.kill(int(pid_file.read_text()), 0)
 
 
+def test_a_program_asks_in_both_forms_and_fails_alone(
+    theirs: Oracle,
+    engine: MegatronEngine,
+    folder: Path,
+    one_rank: Mesh,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wanted = {
+        "fine": (None, 1.5, ""),
+        "children": (None, 1.0, ""),
+        "three": ("raised", 0.0, f"ended with status 3: here {Path.cwd()}\nlast words"),
+        "nan": ("not_finite", 0.0, "nan"),
+        "list": ("bad_reply", 0.0, "[1]"),
+        "no file": ("bad_reply", 0.0, "returned no reward"),
+    }
+    monkeypatch.setenv("SOME_SECRET", "of the run's user")
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command, arguments = (sys.executable, str(tmp_path / "program.py")), {"folder": str(tmp_path)}
+    config = agent_config(theirs.ours, "", command=command, arguments=arguments)
+    groups = run_sessions(config, engine, folder, one_rank, problems(*wanted), group_size=1)
+    for (name, (kind, reward, text)), group in zip(wanted.items(), groups, strict=True):
+        (one,) = group.completions
+        failure = one.episode.failure
+        assert (failure and failure.kind) == kind, (name, failure)
+        assert one.episode.reward == reward, name
+        assert failure is None or text in failure.text, failure
+        # The second request is the first one again, in another form: both are answers to one prompt.
+        assert len(one.episode.turns) == 2 and len(one.segments) == 1, name
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_anthropics_form_is_the_same_history_in_other_words(
+    theirs: Oracle, folder: Path, one_rank: Mesh, tmp_path: Path
+) -> None:
+    (tmp_path / "tools.jinja").write_text(TOOLS)
+    config = agent_config(theirs.ours, "anthropic", str(tmp_path / "tools.jinja"), max_tokens=2000)
+    _, chat = chat_of(config, folder)
+    calling = 'well <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    engine = Scripted(lambda asked: "<think>easy</think>end!" if "t:3" in asked else calling, chat)
+    (group,) = run_sessions(config, engine, folder, one_rank, SIX[:1], group_size=1)
+    (one,) = group.completions
+    assert one.episode.failure is None, one.episode.failure
+    assert len(one.episode.turns) == 2 and not one.segments
+    text = f"[add ]s:calculate<end>u:go<end>a:{calling}<end>t:3<end>a:<think>easy</think>end!<end>"
+    assert chat.decode(group.prompt.tokens_T + one.tokens_T) == text
+
+
+FORMS = {
+    "hermes": ('<tool_call>\n{{ {"name": name, "arguments": given} | tojson }}\n</tool_call>', {"a": 1}),
+    "xml": (
+        "<tool_call>\n<function={{ name }}>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+        {"a": "1"},
+    ),
+    "glm": ("<tool_call>{{ name }}\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>", {"a": "1"}),
+    "mistral": ('[TOOL_CALLS] [{{ {"name": name, "arguments": given, "id": "abcdef012"} | tojson }}]', {"a": 1}),
+    "deepseek": (
+        "<|tool_calls_begin|><|tool_call_begin|>function<|tool_sep|>{{ name }}\n```json\n{{ given|tojson }}\n```"
+        "<|tool_call_end|><|tool_calls_end|>",
+        {"a": 1},
+    ),
+    "deepseek of 3.1": (
+        "<|tool_calls_begin|><|tool_call_begin|>{{ name }}<|tool_sep|>{{ given|tojson }}<|tool_call_end|>"
+        "<|tool_calls_end|>",
+        {"a": 1},
+    ),
+    "kimi": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>{{ number }}<|tool_call_argument_begin|>{{ given | tojson }}"
+        "<|tool_call_end|><|tool_calls_section_end|>",
+        {"a": 1},
+    ),
+    "llama3": ('{{ {"name": name, "parameters": given} | tojson }}', {"a": 1}),
+}
+"""How the models' templates write a call, and its arguments as they are read."""
+
+
+class Written:
+    """A chat whose template shows the tools, then the last call, in a form; a token is a character."""
+
+    turn_end_ids = ()
+
+    def __init__(self, form: str) -> None:
+        self.form, self.is_deepseek = form, "tool_sep" in form
+
+    def prompt(self, conversation: Conversation) -> list[int]:
+        (call,), (tool,) = conversation.messages[1]["tool_calls"], conversation.tools
+        shown = json.dumps(tool) + '\n{"name": <function-name>, "arguments": <args-json-object>}<|eot|>assistant>\n\n'
+        shown += self.call(call["id"], **call["function"])
+        return [*map(ord, shown + ("<|eot_id|>" if "parameters" in self.form else "</s>") + "tool>")]
+
+    def call(self, number: str, name: str, arguments: object) -> str:
+        template = jinja2.Environment().from_string(self.form)
+        text = template.render(number=number, name=name, given=arguments)
+        # Its bars and blanks are letters of their own: U+FF5C and U+2581.
+        return text.replace("|", chr(0xFF5C)).replace("_", chr(0x2581)) if self.is_deepseek else text
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_calls_of_each_format_are_found_by_the_template_and_read(form: str) -> None:
+    """Its name is not that of a tool, or its arguments are cut: then it stays text."""
+    (written, arguments), kind = FORMS[form], form.split()[0]
+    chat = Written(written)
+    assert format_of(chat) == kind
+    tools = [{"type": "function", "function": {"name": name}} for name in ("add", "mul")]
+    text = chat.call("functions.add:0", "add", {"a": 1})
+    message = message_of(text, tools, kind)
+    (call,) = message["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("add", arguments)
+    assert message["content"] == ""
+    assert kind != "kimi" or call["id"] == "functions.add:0"
+    assert message_of(f"first {text}", tools, kind)["content"] == (f"first {text}" if kind == "llama3" else "first ")
+    for wrong in (chat.call("functions.other:0", "other", {"a": 1}), text[: len(text) // 2]):
+        assert message_of(wrong, tools, kind) == {"role": "assistant", "content": wrong}
+
+
+def test_an_agent_that_fails_for_every_problem_ends_the_start(
+    theirs: Oracle, folder: Path, one_rank: Mesh, tmp_path: Path
+) -> None:
+    """It is answered with the reference answers, which it may take for calls of a tool or for the end."""
+    config = agent_config(theirs.ours, "compacting")
+    tokenizer, chat = chat_of(config, folder)
+    tried = problems("abc", "")
+    assert try_agent(config.rl, tried, chat, tokenizer, (END,)) == ()
+    config = agent_config(theirs.ours, "faulty", arguments={"folder": str(tmp_path)}, timeout_s=20.0)
+    (failed,) = try_agent(config.rl, problems("raise", "fine"), chat, tokenizer, (END,))
+    assert (failed.failure.kind, failed.problem_id) == ("raised", "0")
+    with pytest.raises(TrainingError, match="of a trial, before the start"):
+        try_agent(config.rl, problems("raise", "none"), chat, tokenizer, (END,))
+
+
 def test_every_request_that_is_not_sampling_from_the_policy_is_refused_once(
     theirs: Oracle, engine: MegatronEngine, folder: Path, one_rank: Mesh, tmp_path: Path
 ) -> None:
@@ -228,6 +367,26 @@ def test_every_call_of_a_random_tree_begins_a_segment_or_goes_on_and_is_trained_
         assert (start - begin, t) == (len(call.prompt_T), 0)
         assert one.tokens_T[start:end] == call.completion.tokens_T
     assert segments[-1][: len(session.calls[-1].tokens_T)] == session.calls[-1].tokens_T, "the newest call is last"
+
+
+def test_versions_of_a_session_are_those_of_its_calls_also_where_a_later_branch_began_with_older_weights() -> None:
+    """The newest call of the first branch has newer weights than the second branch, which two versions sampled."""
+    session = session_of(100)
+    calls = [((1, 2), (3, 4), 5), ((9,), (8, 8, 8), 5), ((1, 2, 3, 4, 6), (7,), 7), ((9, 8, 8, 8, 1), (2, 2), 6)]
+    for prompt_T, tokens_T, version in calls:
+        one = dataclasses.replace(turn_of(tokens_T), versions=single_version(version, len(tokens_T)))
+        session.calls.append(Call(prompt_T=prompt_T, completion=one, text=""))
+    # By chance it begins with an answer of newer weights, which it therefore cannot have read.
+    late = dataclasses.replace(turn_of((4,)), versions=single_version(6, 1))
+    session.calls.append(Call(prompt_T=(1, 2, 3, 4, 6, 7, 7), completion=late, text=""))
+    one = session.completion(2, "done")
+    assert one.tokens_T == (3, 4, 6, 7, 9, 8, 8, 8, 1, 2, 2, 1, 2, 3, 4, 6, 7, 7, 4)
+    assert one.segments == (4, 11)
+    assert [(span.version, span.start, span.end) for span in one.versions] == [
+        *[(7, 0, 4), (5, 4, 8), (6, 8, 11), (5, 11, 15), (6, 15, 19)]
+    ]
+    assert one.policy_version == 5
+    assert one.stale_spans(7) == ((4, 11), (11, 19))
 
 
 def session_of(max_tokens: int, multiple: int = 1) -> Session:
