@@ -113,6 +113,8 @@ class Memory:
     """Logits, their fp32 copy for the loss, and their gradient; for deferred logits, of a chunk."""
     rollout_cache: int = 0
     """Keys and values of completions in progress, which exist at other times than activations."""
+    pushed: int = 0
+    """Tensors that rank 0 gathers at one time to send them to servers: whole layers, with all experts."""
     routes: int = 0
     """Routes and router scores of a rollout batch that wait on the device."""
     host: int = 0
@@ -155,6 +157,8 @@ class Memory:
             in_use = {phase: size + SERVER_REST_BYTES for phase, size in in_use.items() if phase != "rollout"}
             in_use["push"] = self.rollout_models + self.server.push
             in_use["generate"] = self.rollout_models + self.server.generate + self.server.sample
+        elif self.pushed:
+            in_use["push"] = self.rollout_models + self.pushed
         return {phase: self.routes + size for phase, size in in_use.items()}
 
     @property
@@ -330,6 +334,7 @@ class StageMemory:
             recomputed=recomputed,
             logits=logits,
             rollout_cache=0 if rollouts is None else self._rollout_cache(rollouts, stage),
+            pushed=0 if rollouts is None or stage else self._pushed(rollouts),
             routes=routes.device,
             host_routes=routes.host,
             host=sum(
@@ -408,6 +413,14 @@ class StageMemory:
         numbers = (mixers.total() - mixers["delta"]) * widths + mixers["indexed"] * model.indexer.width
         states = mixers["delta"] * delta_state_bytes(model, mesh.tp, self.layer.element)
         return slots * (training.sample_length * numbers * self.layer.element + states)
+
+    def _pushed(self, rollouts: Rollouts) -> int:
+        """Return the bytes of the largest bucket of weights for servers, 0 where they get adapters only."""
+        model, engine = self.training.model, rollouts.engine
+        if not isinstance(engine, ServedConfig) or (self.training.lora.is_on and engine.lora == "adapter"):
+            return 0
+        layers = [layer_weights(model, MeshConfig(), kind).total for kind in {*model.layer_kinds}]
+        return max(*layers, model.vocab_size * model.hidden_size) * self.layer.element
 
     def _activations(self, stage: int) -> tuple[int, int]:
         """Return the bytes kept over all microbatches in flight, and the bytes that are recomputed at one time."""

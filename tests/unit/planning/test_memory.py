@@ -173,6 +173,20 @@ def test_the_output_and_its_logits_are_the_last_stages():
     assert first.activations == 2 * second.activations
 
 
+def test_a_push_to_servers_gathers_a_whole_layer_on_the_first_rank():
+    def phases(*fields):
+        words = ("checkpoint.load=x", "rl.advantage.critic.load=x", *fields)
+        found = load_config(RlRunConfig, RECIPES / "qwen3_30b_a3b" / "ppo.toml", words)
+        return [stage.phases for stage in memory_by_stage(training_of(found, 32))]
+
+    assert all("push" not in one for one in phases())
+    first, second = phases("rl.engine.kind=vllm", "mesh.pp=2", "mesh.tp=2")
+    # 128 experts of 768, the router, 32 heads and 2 x 4 heads of 128 with their norms, two norms.
+    layer = 128 * (3 * 768 * 2048 + 2048) + 2048 * 128 * (32 + 8 + 32) + 2 * 128 + 2 * 2048
+    assert first["push"] - first["rollout"] == 2 * layer and "push" not in second
+    assert "push" not in phases("rl.engine.kind=vllm", "lora.rank=8", "rl.engine.lora=adapter")[0]
+
+
 def test_models_that_wait_take_room_in_their_own_phases_only():
     """Qwen3-30B-A3B on 32 ranks, tp 4 x ep 8, bf16: weights of the policy `p` and the critic `c` in numbers."""
     words = ("checkpoint.load=x", "rl.advantage.critic.load=x", "platform.logits_chunk_tokens=none")
