@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from bench.gpu import steps
+from bench.gpu import equal, steps
+from bench.gpu.device import Machine
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.megatron import platform
@@ -19,9 +20,9 @@ def run(*names: str) -> dict[str, Any]:
             platform.start(PlatformConfig(layers="torch"))
             mesh = build_mesh(MeshConfig())
             seed_ranks(1)
-        on = steps.Machine(is_gpu=True, mesh=mesh)
-        outcome = steps.ALL[name](on)
-        found[name] = {"summary": outcome.summary, "figures": outcome.figures, "wrong": on.wrong}
+        on = Machine(is_gpu=True, mesh=mesh)
+        summary = steps.ALL[name](on)
+        found[name] = {"summary": summary, "figures": on.figures, "wrong": on.wrong}
     platform.stop()
     return found
 
@@ -32,9 +33,9 @@ def families() -> dict[str, float]:
     Left out is gpt_oss: Megatron makes the tables of its YaRN under `with torch.device(...)`, which is not emulated.
     """
     platform.start(PlatformConfig())
-    machine = steps.Machine(is_gpu=True, mesh=build_mesh(MeshConfig()))
+    machine = Machine(is_gpu=True, mesh=build_mesh(MeshConfig()))
     seed_ranks(1)
-    cases = [case for case in steps.FAMILY_CASES if case != "gpt_oss"]
-    differences = {case: steps.logit_difference(machine, case) for case in cases}
+    cases = [case for case in equal.FAMILY_CASES if case != "gpt_oss"]
+    differences = {case: equal.logit_difference(machine, case) for case in cases}
     platform.stop()
     return differences

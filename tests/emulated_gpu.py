@@ -14,6 +14,7 @@ import importlib.machinery
 import math
 import os
 import traceback
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -65,6 +66,8 @@ class EmulatedGpu(TorchDispatchMode):
         """Inside a factory that the program called, with or without a device."""
         self.capturing: EmulatedGraph | None = None
         """The graph that is being captured."""
+        self.locked_bytes = 0
+        """Page-locked bytes of tensors that the program asked for and still has, each rounded up to a power of two."""
         self.pageable: Counter[str] = Counter()
         """Copies to the GPU from memory that is not page-locked, for which a host waits if they are large, by place."""
         self.streams = [StreamOfGpu(self)]
@@ -122,6 +125,15 @@ class EmulatedGpu(TorchDispatchMode):
         if self.first_call is None and name not in ("is_available", "device_count"):
             self.first_call = {"name": name, "connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")}
         return value
+
+    def lock(self, tensor: Tensor) -> None:
+        """Count page-locked memory until the tensor is gone; torch keeps it then, for the next one."""
+        size = 1 << max(0, tensor.nbytes - 1).bit_length()
+        self.locked_bytes += size
+        weakref.finalize(tensor, self._unlock, size)
+
+    def _unlock(self, size: int) -> None:
+        self.locked_bytes -= size
 
     def wait(self) -> None:
         if self.capturing is not None:
@@ -304,6 +316,7 @@ def install() -> EmulatedGpu:
     cuda: Any = torch.cuda
     for name, answer in answers.items():
         setattr(cuda, name, functools.partial(gpu.answer, name, answer))
+    cuda.host_memory_stats = lambda: {"allocated_bytes.current": gpu.locked_bytes}
     cuda.is_current_stream_capturing = lambda: gpu.capturing is not None
     cuda.graph, cuda.CUDAGraph, cuda.graph_pool_handle = gpu.capture, EmulatedGraph, _answer
     version: Any = torch.version
@@ -474,7 +487,7 @@ def _placed(factory: Callable[..., Any], gpu: EmulatedGpu) -> Callable[..., Any]
         finally:
             gpu.is_asked_for_a_tensor = outer
         if is_pinned:
-            pinned(made)
+            gpu.lock(pinned(made))
         if device is None or str(device) == "meta":
             return made if device is None else made.to(device)
         if names_gpu(device):

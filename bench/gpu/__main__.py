@@ -1,11 +1,13 @@
 """Check and measure this package on one GPU, in at most ten minutes, in order of worth.
 
-    python -m bench.gpu                        all steps on the GPU; results in bench/results/gpu/<time>.json
+    python -m bench.gpu                        all steps on the GPU; bench/results/gpu/<time>.json has every figure,
+                                               and <time>.md the table that is printed at the end
     python -m bench.gpu --device cpu           the same code with small shapes: a rehearsal, no measurement
     python -m bench.gpu --steps training kernels
 
 Each step is a process of its own with a share of the time: the next one runs when it fails or takes too long, and what
-it had found by then is kept. Where torch cannot use a GPU the reason is printed at once. Status 1 when a step failed.
+it had found by then is kept. A step that cannot run here, as a package or a second GPU is missing, is "not run". Where
+torch cannot use a GPU the reason is printed at once. Status 1 when a step failed.
 Nothing is downloaded.
 """
 
@@ -22,6 +24,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 RESULTS = Path(__file__).parents[1] / "results" / "gpu"
 STEPS = {
     "machine": 40,
@@ -31,14 +35,16 @@ STEPS = {
     "memory": 90,
     "slice": 150,
     "rl": 90,
+    "servers": 120,
     "conversion": 30,
     "extras": 60,
     "ranks": 60,
 }
-"""Steps in order of worth, with the most seconds that each may take."""
+"""Steps in order of worth, with the most seconds that each may take; `ALL` of steps.py has their functions."""
 BUDGET_S = 600.0
 PROBE = "import torch; assert torch.ones(8, device='cuda').sum().item() == 8"
 PROBE_S = 120.0
+NOTHING: dict[str, Any] = {"summary": "", "figures": {}, "table": [], "is_not_run": False}
 RESULT = "RESULT "
 """Beginning of the lines in which a step's process prints what it has found; each one replaces those before it."""
 
@@ -78,8 +84,27 @@ def main() -> int:
         outcome = document["steps"][name]
         print(f"{name:<11}{outcome['status']:<8}{outcome['seconds']:6.1f} s  {outcome['summary']}", flush=True)
     failed = [name for name, outcome in document["steps"].items() if outcome["status"] == "failed"]
-    print(f"written to {output}" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    table = output.with_suffix(".md")
+    table.write_text(table_of(document))
+    print(
+        f"\n{table.read_text()}\nwritten to {output} and {table.name}"
+        + (f"; failed: {', '.join(failed)}" if failed else "")
+    )
     return 1 if failed else 0
+
+
+def table_of(document: dict[str, Any]) -> str:
+    """Return the table of all steps in Markdown: each figure, and the plan, limit or mark of others beside it."""
+    rows = [("step", "figure", "found", "beside it"), ("---", "---", "---", "---")]
+    for name, step in document["steps"].items():
+        rows.append(
+            (name, f"{step['status']}, {step['seconds']:.0f} s", "", "" if step["status"] == "ok" else step["summary"])
+        )
+        rows += [("", *row) for row in step["table"]]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = ["| " + " | ".join([*map(str.ljust, row[:3], widths), row[3]]) + " |" for row in rows]
+    kind = " (a rehearsal: no figure is a measurement)" if document["is_rehearsal"] else ""
+    return f"{document['date']} on {document['device']}{kind}\n\n" + "\n".join(lines) + "\n"
 
 
 def trouble_of_gpu() -> str:
@@ -101,7 +126,7 @@ def last_line(text: str) -> str:
 
 
 def run_step(name: str, device: str, seconds: float, *, within: bool = False) -> dict[str, Any]:
-    """Return status (ok, failed), seconds, summary and figures of a step, run in a process of its own.
+    """Return status (ok, failed, not run), seconds, summary, figures and table of a step, run in a process of its own.
 
     Args:
         name: The step.
@@ -110,7 +135,7 @@ def run_step(name: str, device: str, seconds: float, *, within: bool = False) ->
         within: Whether it is a part of another step, and ends with that one.
     """
     if seconds < 1.0:
-        return {"status": "failed", "seconds": 0.0, "summary": "no time was left", "figures": {}}
+        return NOTHING | {"status": "failed", "seconds": 0.0, "summary": "no time was left"}
     # On a machine with a GPU the CPU's half of a comparison must not see it: Megatron is patched by what torch sees.
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     command = [sys.executable, "-m", "bench.gpu.steps", name, "--device", device]
@@ -124,6 +149,10 @@ def run_step(name: str, device: str, seconds: float, *, within: bool = False) ->
             status, reason = process.wait(seconds), ""
         except subprocess.TimeoutExpired:
             status, reason = -1, f"it did not end within {seconds:.0f} s"
+            # A server has a session of its own, and is found while its parent lives.
+            for child in psutil.Process(process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
         finally:
             process.kill()
             if not within:
@@ -135,11 +164,12 @@ def run_step(name: str, device: str, seconds: float, *, within: bool = False) ->
         lines = [line for line in output if line.startswith(RESULT) and line.endswith("\n")]
         error = errors.read()
     took = round(time.monotonic() - begin, 1)
-    found = {"summary": "", "figures": {}} | (json.loads(lines[-1].removeprefix(RESULT)) if lines else {})
+    found = NOTHING | (json.loads(lines[-1].removeprefix(RESULT)) if lines else {})
+    ended = "not run" if found.pop("is_not_run") else "ok"
     if status == 0 and lines:
-        return {"status": "ok", "seconds": took, **found}
+        return {"status": ended, "seconds": took, **found}
     # The figures until then are kept.
-    failed = {"summary": reason or last_line(error) or f"status {status}", "error": error[-4000:]}
+    failed = {"summary": reason or last_line(error) or f"status {status} without a result", "error": error[-4000:]}
     return {"status": "failed", "seconds": took, **found, **failed}
 
 

@@ -81,7 +81,13 @@ class VllmServer:
     """A server of a model with random weights of vLLM's own; nothing of it outlives `close`."""
 
     def __init__(
-        self, python: str, model: ModelConfig, folder: Path, backend: str = "mcore_files", dtype: str = "float32"
+        self,
+        python: str,
+        model: ModelConfig,
+        folder: Path,
+        backend: str = "mcore_files",
+        dtype: str = "float32",
+        arguments: Sequence[str] = (),
     ) -> None:
         folder.mkdir(parents=True)
         config = hf_config(model) | {"dtype": dtype, "torch_dtype": dtype}
@@ -100,6 +106,7 @@ class VllmServer:
             "PYTHONPATH": str(ROOT),
         }
         arguments = [
+            *arguments,
             *("--model", str(folder), "--served-model-name", "policy", "--load-format", "dummy"),
             *("--host", "127.0.0.1", "--port", str(port), "--skip-tokenizer-init", "--enable-scale-out"),
             *("--dtype", dtype, "--max-model-len", str(MAX_TOKENS), "--max-num-seqs", "64"),
