@@ -42,12 +42,12 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> list[
 
 
 def forkserver(*first: str) -> ForkServerContext:
-    """The server whose processes start in milliseconds, with torch and Megatron in memory, and _dynamo, which torch
-    imports, for a second, for an optimizer of its own. The modules `first` are imported before all; a server that runs
-    already stays as it is.
+    """The server whose processes start in milliseconds, with torch and Megatron in memory, and what else many of them
+    would import, for a second each: _dynamo, for an optimizer of torch's, and transformers, for a chat template or as
+    an oracle. The modules `first` are imported before all; a server that runs already stays as it is.
     """
     context = multiprocessing.get_context("forkserver")
-    modules = ["mcore_rl.programs.rl", "torch._dynamo", "pytest"]
+    modules = ["mcore_rl.programs.rl", "torch._dynamo", "pytest", "transformers.utils.chat_template_utils"]
     context.set_forkserver_preload([*first, *modules])
     return context
 
