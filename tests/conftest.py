@@ -2,6 +2,7 @@
 
 import faulthandler
 import gc
+import importlib
 import itertools
 import os
 import random
@@ -19,8 +20,6 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 WITH_RANKS = ("tests/parallel/", "tests/e2e/")
 """Folders whose tests start ranks; the tests of each keep to one process of pytest-xdist."""
-WITH_CLUSTERS = "tests/slurm/"
-"""The folder of which each process of pytest-xdist has a cluster, and each file is for one process."""
 LEFT_OUT = pytest.StashKey[int]()
 FOLDERS = itertools.count()
 RUNNING: dict[str, float] = {}
@@ -133,6 +132,12 @@ def _folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.fixture(scope="session")
+def peft() -> Any:
+    """The library, whose import takes seconds: neither the ranks of its tests nor every process of tests need it."""
+    return importlib.import_module("peft")
+
+
 @pytest.fixture(autouse=True)
 def _draws_of_its_own() -> None:
     """Seed each test alike: its draws do not depend on the tests before it."""
@@ -160,14 +165,13 @@ def _assert_cells_exist(items: list[pytest.Item]) -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Run tests of a folder that start ranks one after another: two ranks of a test have two cores between them, and
     wait for each other half of their time, so that a second such test, of the other folder, is a gain beside them. The
-    other tests, one by one, fill what they leave idle.
+    other tests fill what they leave idle, file by file: what a file makes once is then made in one process only.
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class FolderInOneProcess(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            if nodeid.startswith(WITH_CLUSTERS):
-                return nodeid.partition("::")[0]
-            return next((folder for folder in WITH_RANKS if nodeid.startswith(folder)), nodeid)
+            file = nodeid.partition("::")[0]
+            return next((folder for folder in WITH_RANKS if nodeid.startswith(folder)), file)
 
     return FolderInOneProcess(config, log)

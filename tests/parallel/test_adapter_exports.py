@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 import transformers
@@ -121,7 +120,7 @@ CASES: dict[str, tuple[str, LoraConfig, AdapterLayout]] = {
 
 @pytest.mark.matrix("split")
 @pytest.mark.parametrize("case", CASES)
-def test_peft_computes_the_same_logits_and_gradients(case: str, tmp_path: Path) -> None:
+def test_peft_computes_the_same_logits_and_gradients(case: str, peft: Any, tmp_path: Path) -> None:
     family, lora, layout = CASES[case]
     run = trained(family, tmp_path, lora)
     folder = adapter_of(run.adapters, tmp_path / "adapter", layout)
@@ -189,7 +188,7 @@ def scores_with(config: PretrainConfig, base: Path, folder: Path) -> Tensor:
 
 @pytest.mark.matrix("qwen3")
 @pytest.mark.parametrize("case", ["qwen3", "qwen3_moe"])
-def test_peft_gives_the_scores_of_an_exported_reward_model(case: str, tmp_path: Path) -> None:
+def test_peft_gives_the_scores_of_an_exported_reward_model(case: str, peft: Any, tmp_path: Path) -> None:
     base = saved(case, tmp_path / "hf", rms_norm_eps=1e-6)
     config = config_for(case, tmp_path / "run", LORA)
     config = config.model_copy(update={"model": config.model.scored})
@@ -280,7 +279,7 @@ def test_adapters_of_a_folder_of_peft_are_those_that_were_exported(case: str, tm
 
 
 @pytest.mark.full
-def test_adapters_that_peft_made_compute_the_same(tmp_path: Path) -> None:
+def test_adapters_that_peft_made_compute_the_same(peft: Any, tmp_path: Path) -> None:
     """With ranks and scales by patterns, and rslora."""
     base = opened_by_transformers(saved("qwen3_moe", tmp_path / "hf"))
     settings = peft.LoraConfig(
@@ -334,7 +333,7 @@ def test_what_rounding_loses_of_an_adapter_is_noted(tmp_path: Path) -> None:
     assert len(lines) == 4 and lines[0].startswith("decoder.layers.mlp.experts.experts.linear_fc1.weight: the adapter")
 
 
-def test_adapters_that_are_not_plain_or_not_whole_are_refused(tmp_path: Path) -> None:
+def test_adapters_that_are_not_plain_or_not_whole_are_refused(peft: Any, tmp_path: Path) -> None:
     """PiSSA takes the adapters' first values out of the weights: over the base itself they would count twice."""
     model = config_for("qwen3", tmp_path / "run", LORA).model
     lora = LoraConfig(rank=4, alpha=4.0, targets=("attention",))

@@ -1,6 +1,5 @@
 """The formula against a count of every matrix product that transformers' models make."""
 
-import peft
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -126,7 +125,7 @@ def test_the_formula_is_what_a_model_computes(case):
     assert counted(model, backward=True) == train_flops_per_token(ours, LENGTH) + 3 * full_scores
 
 
-def test_the_formula_is_what_a_model_with_adapters_computes():
+def test_the_formula_is_what_a_model_with_adapters_computes(peft):
     ours, model = CASES["llama"]()
     modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=5, target_modules=modules))
