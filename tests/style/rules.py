@@ -4,6 +4,7 @@ import ast
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
+from typing import Any
 
 FLOORS = (
     ("errors",),
@@ -66,8 +67,8 @@ class Source:
     path: PurePosixPath
     text: str
     tree: ast.Module
-    nodes: tuple[ast.AST, ...]
-    """All nodes of the tree: each rule looks at them, and a walk takes longer than most rules."""
+    by_kind: dict[type[ast.AST], list[Any]]
+    """All nodes of the tree by their class: a walk takes longer than most rules, each of which asks for a few."""
 
     @property
     def module(self) -> str:
@@ -80,17 +81,19 @@ class Source:
         """The room that it belongs to; "" for mcore_rl itself."""
         return room_of(self.module)
 
+    def nodes(self, *kinds: type[ast.AST]) -> Iterator[Any]:
+        """The nodes of these classes, each class in the order of a walk."""
+        return (node for kind in kinds for node in self.by_kind.get(kind, ()))
+
     def imports(self) -> Iterator[tuple[int, str]]:
         """Line and full dotted name of everything that is imported, wherever in the file."""
-        for node in self.nodes:
-            if isinstance(node, ast.Import):
-                yield from ((node.lineno, alias.name) for alias in node.names)
-            elif isinstance(node, ast.ImportFrom):
-                yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        for node in sorted(self.nodes(ast.Import, ast.ImportFrom), key=lambda node: node.lineno):
+            package = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            yield from ((node.lineno, package + alias.name) for alias in node.names)
 
     def functions(self) -> Iterator[Function]:
         """All functions and methods, inner ones too."""
-        return (node for node in self.nodes if isinstance(node, Function))
+        return self.nodes(ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def room_of(name: str) -> str:
@@ -105,7 +108,10 @@ def room_of(name: str) -> str:
 def parse(path: str, text: str) -> Source:
     """The source of `text`, as if it stood at `path`."""
     tree = ast.parse(text, filename=path)
-    return Source(PurePosixPath(path), text, tree, tuple(ast.walk(tree)))
+    by_kind: dict[type[ast.AST], list[Any]] = {}
+    for node in ast.walk(tree):
+        by_kind.setdefault(type(node), []).append(node)
+    return Source(PurePosixPath(path), text, tree, by_kind)
 
 
 def imports_point_down(source: Source) -> Iterator[str]:
@@ -141,8 +147,8 @@ def only_the_mesh_asks_parallel_state(source: Source) -> Iterator[str]:
     # A patch stands in Megatron's place and has nobody to hand it a group.
     if str(source.path) == "mcore_rl/megatron/mesh.py" or source.path.is_relative_to("mcore_rl/megatron/patches"):
         return
-    for node in source.nodes:
-        if isinstance(node, ast.Attribute) and node.attr == "use_mpu_process_groups":
+    for node in source.nodes(ast.Attribute):
+        if node.attr == "use_mpu_process_groups":
             yield f"{source.path}:{node.lineno}: asks Megatron for its groups"
 
 
@@ -163,8 +169,8 @@ def engines_are_one_protocol(source: Source) -> Iterator[str]:
     """Outside of rl/engines nobody asks of which class a rollout engine is: `Engine` has what a run needs."""
     if PurePosixPath("mcore_rl/rl/engines") in source.path.parents:
         return
-    for node in source.nodes:
-        if isinstance(node, ast.Call) and _dotted(node.func) == "isinstance":
+    for node in source.nodes(ast.Call):
+        if _dotted(node.func) == "isinstance":
             names = (_dotted(name).rpartition(".")[2] for name in ast.walk(node.args[1]))
             yield from (f"{source.path}:{node.lineno}: {name}" for name in names if name.endswith("Engine"))
 
@@ -178,22 +184,22 @@ def megatron_stays_in_its_packages(source: Source) -> Iterator[str]:
 
 def imports_are_absolute(source: Source) -> Iterator[str]:
     """No dots in front, so that a floor can be read from the line."""
-    for node in source.nodes:
-        if isinstance(node, ast.ImportFrom) and node.level:
+    for node in source.nodes(ast.ImportFrom):
+        if node.level:
             yield f"{source.path}:{node.lineno}: relative import"
 
 
 def nothing_prints(source: Source) -> Iterator[str]:
     """Output goes through metrics, or is written to a stream on purpose."""
-    for node in source.nodes:
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
+    for node in source.nodes(ast.Call):
+        if _dotted(node.func) == "print":
             yield f"{source.path}:{node.lineno}: print"
 
 
 def errors_are_caught_by_name(source: Source) -> Iterator[str]:
     """No handler swallows whatever comes; one that ends in a `raise` swallows nothing."""
-    for node in source.nodes:
-        if isinstance(node, ast.ExceptHandler) and not _reraises(node):
+    for node in source.nodes(ast.ExceptHandler):
+        if not _reraises(node):
             caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
             if any(name is None or _dotted(name) in ("Exception", "BaseException") for name in caught):
                 yield f"{source.path}:{node.lineno}: broad except"
@@ -203,7 +209,7 @@ def the_environment_is_read_in_its_rooms(source: Source) -> Iterator[str]:
     """An environment variable is an argument that no caller sees."""
     if source.room in ("megatron", "launch", "workers"):
         return
-    for node in source.nodes:
+    for node in source.nodes(ast.Attribute):
         name = _dotted(node)
         if name in ("os.environ", "os.getenv", "os.putenv", "os.environb"):
             yield f"{source.path}:{node.lineno}: {name}"
@@ -216,8 +222,8 @@ def only_files_renames(source: Source) -> Iterator[str]:
     """A finished file gets its name in storage/files.py alone, which knows what has to be on the disk before."""
     if source.module == "mcore_rl.storage.files":
         return
-    for node in source.nodes:
-        if isinstance(node, ast.Call) and _renames(node):
+    for node in source.nodes(ast.Call):
+        if _renames(node):
             yield f"{source.path}:{node.lineno}: {_dotted(node.func) or ast.unparse(node.func)} outside of files.py"
     for line, name in source.imports():
         if name in MOVES:
@@ -263,9 +269,8 @@ def public_things_are_documented(source: Source) -> Iterator[str]:
 
 def docstrings_have_a_subject(source: Source) -> Iterator[str]:
     """A docstring is read alone, in an editor's pop-up: one that begins with these words has no subject."""
-    for node in source.nodes:
-        body = getattr(node, "body", None)
-        for statement in body if isinstance(body, list) else ():
+    for node in source.nodes(ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef):
+        for statement in node.body:
             if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
                 continue
             text = statement.value.value

@@ -40,10 +40,10 @@ def powers(scales: Tensor) -> Tensor:
 def exact(values: Tensor, scales: Tensor) -> Tensor:
     """Element by element: the product in fp32, rounded to bf16."""
     result = torch.empty(values.shape, dtype=torch.bfloat16)
-    wide = values.float()
-    for i in range(values.shape[0]):
+    for i in range(0, values.shape[0], 128):
         for j in range(0, values.shape[1], 128):
-            result[i, j : j + 128] = (wide[i, j : j + 128] * scales[i // 128, j // 128]).bfloat16()
+            at = (slice(i, i + 128), slice(j, j + 128))
+            result[at] = (values[at].float() * scales[i // 128, j // 128]).bfloat16()
     return result
 
 

@@ -35,15 +35,11 @@ INT4: dict[str, Any] = {
 
 def unpacked(packed: Tensor, scales: Tensor) -> Tensor:
     """Number by number, with whole numbers of Python: the word's nibbles from the lowest, each less 8."""
-    rows, words = packed.shape
-    values = torch.empty(rows, 8 * words, dtype=torch.float64)
-    for row in range(rows):
-        for word in range(words):
-            bits = int(packed[row, word]) % 2**32
-            for i in range(8):
-                column = 8 * word + i
-                values[row, column] = ((bits >> 4 * i) % 16 - 8) * float(scales[row, column // 32])
-    return values.bfloat16()
+    numbers = [
+        [((word % 2**32 >> 4 * i) % 16 - 8) * scale_of_block[w // 4] for w, word in enumerate(words) for i in range(8)]
+        for words, scale_of_block in zip(packed.tolist(), scales.tolist(), strict=True)
+    ]
+    return torch.tensor(numbers, dtype=torch.float64).bfloat16()
 
 
 def random_blocks(rows: int, columns: int, seed: int) -> tuple[Tensor, Tensor]:

@@ -439,11 +439,11 @@ def test_the_first_epoch_is_megatrons(tmp_path):
 @pytest.mark.matrix("weights0")
 @pytest.mark.parametrize("weights", [(), (3.0, 1.0)])
 def test_whole_is_one_order_as_long_as_it_is_described_alike(tmp_path, weights):
-    """The order of Megatron's own datasets for all numbers of samples, by their indices."""
+    """The order of Megatron's own datasets for numbers of samples up to some epochs, by their indices."""
     data = one_or_two_sources(tmp_path, weights, shuffle="whole")
     cache = tmp_path / "cache"
     orders: dict[str, set[bytes]] = {}
-    for samples in range(1, 70):
+    for samples in range(1, 70, 3):
         plan = plan_data(data, vocab_size=60_000, samples=SampleCounts(train=samples))
         train = build(data, samples, cache=cache).train
         sources = train.datasets if weights else [train]
