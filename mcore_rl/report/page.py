@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler
 from importlib.resources import files
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -118,9 +119,13 @@ def _states(run_dir: Path) -> Iterator[tuple[str, int, int]]:
 
 
 LIVE = "live.js"
-SCRIPTS = ("vendor/uPlot.iife.min.js", "base.js", "lines.js", "maps.js", "bars.js", "page.js")
+SCRIPTS = ("vendor/uPlot.iife.min.js", "base.js", "lines.js", "maps.js", "bars.js", "tools.js", "page.js")
 STYLES = ("vendor/uPlot.min.css", "report.css")
 NUM_COLOURS = 8
+MOST_CARDS = 4
+"""Runs that have a card each; more have a row of a table, which can be sorted."""
+MOST_CURVES = 3
+"""Curves at the top of the page."""
 GENERATOR = "mcore-rl report"
 """Marker of a page of ours: a newer report may replace it."""
 
@@ -159,9 +164,28 @@ class RunView:
     config: str
 
     @property
-    def colour(self) -> int:
-        """Index of the run's colour; colours repeat."""
-        return self.run_index % NUM_COLOURS
+    def colour(self) -> str:
+        """Classes of the run's colour; colours repeat, with other dashes."""
+        cycle, colour = divmod(self.run_index, NUM_COLOURS)
+        return f"c{colour} d{cycle % 4}"
+
+    @property
+    def script_data(self) -> dict[str, Any]:
+        """The run's part of the numbers that the page's scripts read; times are in seconds since 1970."""
+        run, tokens = self.run, self.run.series("train/consumed_tokens")
+        bins = charts.binned(len(tokens))
+        return {
+            "name": run.name,
+            "label": run.label,
+            "stage": run.stage,
+            "cycle": self.run_index // NUM_COLOURS,
+            "colour": self.run_index % NUM_COLOURS,
+            "tokens": [[values[one[-1]] for one in bins] for values in (tokens.steps, tokens.values)],
+            "recent": [[int(record["step"]), float(record["time"])] for record in run.records[-20:]],
+            "step": run.last_step,
+            "steps": run.config.get("train", {}).get("steps"),
+            "done": run.done,
+        }
 
 
 def write_report(run_dirs: Sequence[Path], output: Path) -> list[Notice]:
@@ -190,10 +214,17 @@ def rendered(views: Sequence[RunView], stamp: str = "") -> str:
     stages = [view for stage in STAGES if (view := _stage(stage, runs, drawn))]
     script = "\n".join(['"use strict";', *(_asset(name) for name in (*SCRIPTS, *([LIVE] if stamp else [])))])
     style = "\n".join(map(_asset, STYLES))
+    fields: list[dict[str, str]] = [{} for _ in runs]
+    for stage in stages:
+        for name, values in stage.differences:
+            for run_index, value in zip(stage.run_indices, values, strict=True):
+                fields[run_index][name] = value
     data = {
-        "runs": [{"name": view.run.name, "colour": view.colour, "label": view.run.label} for view in views],
+        "runs": [view.script_data | {"fields": own} for view, own in zip(views, fields, strict=True)],
         "charts": drawn,
     }
+    # Every stage has its first curves at the top too.
+    learning = [stage.groups[0].charts for stage in stages if stage.groups]
     environment = Environment(
         loader=PackageLoader("mcore_rl.report", "page"),
         autoescape=True,
@@ -208,6 +239,10 @@ def rendered(views: Sequence[RunView], stamp: str = "") -> str:
         generator=GENERATOR,
         views=views,
         overview=overview,
+        curves=[number for own in learning for number in own[: max(1, MOST_CURVES // len(learning))]],
+        fields=sorted({name for own in fields for name in own}),
+        most_cards=MOST_CARDS,
+        data=data,
         stages=stages,
         charts=drawn,
         numbers=summary.numbers(runs),
@@ -217,7 +252,7 @@ def rendered(views: Sequence[RunView], stamp: str = "") -> str:
         + ("; connect-src 'self'" if stamp else ""),
         style=Markup(style),
         script=Markup(script),
-        data=Markup(script_safe(data)),
+        safe_data=Markup(script_safe(data)),
     )
 
 

@@ -3,9 +3,11 @@
 import json
 import math
 import tomllib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -52,7 +54,7 @@ class Series:
         return len(self.values)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class RunRecord:
     """Everything that the report needs to know about a run."""
 
@@ -92,13 +94,21 @@ class RunRecord:
 
     def series(self, name: str) -> Series:
         """Return the series of a scalar metric, empty when the run does not have it."""
+        return self._all_series.get(name) or Series([], [], [])
+
+    @cached_property
+    def _all_series(self) -> dict[str, Series]:
+        found: dict[str, Series] = defaultdict(lambda: Series([], [], []))
         start = float(self.records[0]["time"]) if self.records else 0.0
-        points = [
-            (int(record["step"]), float(record["time"]) - start, value)
-            for record in self.records
-            if math.isfinite(value := _number(record.get(name)))
-        ]
-        return Series([p[0] for p in points], [p[1] for p in points], [p[2] for p in points])
+        for record in self.records:
+            step, seconds = int(record["step"]), float(record["time"]) - start
+            for name in record.keys() - {"step", "time"}:
+                if math.isfinite(value := _number(record[name])):
+                    series = found[name]
+                    series.steps.append(step)
+                    series.seconds.append(seconds)
+                    series.values.append(value)
+        return found
 
     def names(self) -> list[str]:
         """Return the names of all metrics of the run, sorted."""

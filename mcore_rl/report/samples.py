@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
+from itertools import islice
 from pathlib import Path
+from statistics import fmean
+from typing import TypeAlias
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -40,6 +43,8 @@ class _Sample:
 
 
 _SAMPLE = TypeAdapter(_Sample)
+_Table: TypeAlias = Mapping[str, Sequence[_Sample]]
+"""Problem -> its samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,8 @@ class SampleGroup:
     prompt: str
     answer: str
     completions: tuple[SampledCompletion, ...]
+    kind: str = ""
+    """Place of the prompt among all: "best" and "worst" after the training, "most changed" by it; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +101,44 @@ class SampledStep:
 
 
 def before_and_after(run_dir: Path) -> list[SampledStep]:
-    """Return the first and the last samples of a run, for the same prompts where there are such."""
-    files = sorted((run_dir / "samples").glob("step_*.jsonl"))
+    """Return the first and the last samples of a run: the answers to held-out prompts, else those of rollout batches,
+    for the same prompts where there are such.
+    """
+    folder = run_dir / "samples"
+    files = sorted(folder.glob("eval_*.jsonl")) or sorted(folder.glob("step_*.jsonl"))
     chosen = [files[0], files[-1]] if len(files) > 1 else files
     read = [table for path in chosen if (table := _read(path))]
     if not read:
         return []
     common = [problem for problem in read[0] if all(problem in table for table in read)]
-    steps = [_sampled(table, common) for table in read]
-    return list(_compared(*steps)) if len(steps) == 2 and common else steps
+    if len(read) < 2 or not common:
+        return [_sampled(table, dict.fromkeys(table, "")) for table in read]
+    kinds = _kinds(*read, common)
+    return list(_compared(*(_sampled(table, kinds) for table in read)))
+
+
+def _kinds(before: _Table, after: _Table, common: Sequence[str]) -> dict[str, str]:
+    """Return the problems of `common` in the order of the page, first those to look at first, with their kind."""
+
+    def reward(table: _Table, problem: str) -> float:
+        return fmean([sample.reward or 0.0 for sample in table[problem]])
+
+    def change(problem: str) -> tuple[float, float]:
+        texts = [
+            "\n".join(sorted(one.completion for one in table[problem]))[:MAX_CHARACTERS] for table in (before, after)
+        ]
+        likeness = SequenceMatcher(None, *texts, autojunk=False).quick_ratio()
+        return abs(reward(after, problem) - reward(before, problem)), -likeness
+
+    kinds: dict[str, str] = {}
+    for kind, key in (
+        ("best", lambda problem: reward(after, problem)),
+        ("worst", lambda problem: -reward(after, problem)),
+        ("most changed", change),
+    ):
+        if left := [problem for problem in common if problem not in kinds]:
+            kinds[max(left, key=key)] = kind
+    return kinds | {problem: "" for problem in common if problem not in kinds}
 
 
 def last_traced(run_dir: Path) -> SampledStep | None:
@@ -112,7 +148,7 @@ def last_traced(run_dir: Path) -> SampledStep | None:
         table = _read(path)
         traced = [problem for problem, samples in table.items() if any(sample.pieces for sample in samples)]
         if traced:
-            return _sampled(table, traced)
+            return _sampled(table, dict.fromkeys(traced, ""))
     return None
 
 
@@ -148,15 +184,16 @@ def _read(path: Path) -> dict[str, list[_Sample]]:
     return groups
 
 
-def _sampled(table: Mapping[str, Sequence[_Sample]], common: Sequence[str]) -> SampledStep:
+def _sampled(table: _Table, kinds: Mapping[str, str]) -> SampledStep:
     every = [sample for samples in table.values() for sample in samples]
-    shown = list(common or table)[:MAX_GROUPS]
     rewards = [sample.reward for sample in every if sample.reward is not None]
     mean = sum(rewards) / len(rewards) if rewards else None
-    return SampledStep(every[0].step, mean, tuple(_group(table[problem]) for problem in shown))
+    return SampledStep(
+        every[0].step, mean, tuple(_group(table[problem], kind) for problem, kind in islice(kinds.items(), MAX_GROUPS))
+    )
 
 
-def _group(samples: Sequence[_Sample]) -> SampleGroup:
+def _group(samples: Sequence[_Sample], kind: str) -> SampleGroup:
     best_first = sorted(samples, key=lambda sample: (sample.reward is None, -(sample.reward or 0.0)))
     completions = tuple(
         SampledCompletion(
@@ -171,7 +208,7 @@ def _group(samples: Sequence[_Sample]) -> SampleGroup:
         for sample in best_first[:MAX_COMPLETIONS]
     )
     first = samples[0]
-    return SampleGroup(shortened(first.prompt), shortened(first.answer or ""), completions)
+    return SampleGroup(shortened(first.prompt), shortened(first.answer or ""), completions, kind)
 
 
 def _token(sample: _Sample, index: int) -> ShownToken:

@@ -22,7 +22,7 @@ from mcore_rl.rl.rollouts.evaluation import (
     table_lines,
     write_samples,
 )
-from mcore_rl.rl.rollouts.rollout import Rollouts
+from mcore_rl.rl.rollouts.rollout import Rollouts, rewards_of
 from mcore_rl.rl.rollouts.signal import LearningWarnings, Onset, update_signal
 from mcore_rl.rl.step.learner import Learner
 from mcore_rl.rl.step.losses import staleness_metrics, update_metrics
@@ -125,6 +125,10 @@ class RlTrainer(Trainer):
             groups, summaries = evaluate_policy(self.rollouts, self.held_out, self.config.rl.eval)
         if warning := self.rollouts.truncation_warning(groups, summaries):
             self.log.message(f"evaluation: {warning}")
+        if self.config.rl.samples.interval:
+            samples = gather_samples(groups, rewards_of(summaries), self.state.mesh)
+            if self.state.platform.rank == 0:
+                write_samples(self.folder.path / "samples", self.state.progress.step, samples, "eval")
         metrics = list(evaluation_metrics(summaries))
         self.log.write_now(self.state.progress.step, metrics)
         self.step_log.watch(metrics)
@@ -276,7 +280,7 @@ class StepLog:
         config, step = self._config.rl.samples, self._state.progress.step
         if not config.interval or step // self._config.updates_per_rollout % config.interval:
             return None
-        samples = gather_samples(rollout, self._state.mesh)
+        samples = gather_samples(rollout.groups, rollout.rewards_PG, self._state.mesh)
         if self._state.platform.rank == 0 and samples:
             write_samples(self._run.folder.path / "samples", step, samples)
             self._run.log.samples(samples)

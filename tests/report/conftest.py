@@ -52,6 +52,36 @@ def long_report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[li
     return folder / "long.html", values
 
 
+@pytest.fixture(scope="session")
+def many_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of 12 runs of three losses, 40 steps each: run number i has the reward i * step at 10 (i + 1) tokens a
+    step, and the entropy 2 + i.
+    """
+    folder = tmp_path_factory.mktemp("many")
+    runs = []
+    for number in range(12):
+        config = RlRunConfig(run_dir=f"run_of_the_sweep_with_a_name_that_is_long_{number:02}")
+        loss = config.rl.loss.model_copy(update={"kind": ("grpo", "gspo", "cispo")[number % 3]})
+        config = config.model_copy(update={"rl": config.rl.model_copy(update={"loss": loss})})
+        runs.append(write_run(folder, config, 2))
+        values = [
+            {
+                "step": step,
+                "time": 2.0 * step,
+                "reward/mean": number * step,
+                "reward/group_std": 1.0,
+                "policy/entropy_nats": 2 + number,
+                "eval/accuracy": number / 20,
+                "eval/prompts": 64,
+                "train/consumed_tokens": 10 * (number + 1) * step,
+            }
+            for step in range(1, 41)
+        ]
+        (runs[-1] / "metrics.jsonl").write_text("".join(json.dumps(value) + "\n" for value in values))
+    write_report(runs, folder / "many.html")
+    return folder / "many.html"
+
+
 class Opened:
     """A page that is open, and all that it said or asked for since."""
 

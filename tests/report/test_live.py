@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -45,6 +46,7 @@ def test_new_records_are_shown_without_a_reload(open_page, server, run_dir):
     page.evaluate("window.stays = true")
     page.check("#log")
     page.click("#runs summary")
+    page.click("[data-chart='1'] .tools button")
     reward = "DATA.charts.find(chart => chart.title === 'Reward')"
     assert page.evaluate(f"{reward}.series[0].y") == [0.01, 0.02]
     with (run_dir / "metrics.jsonl").open("a") as file:
@@ -56,6 +58,7 @@ def test_new_records_are_shown_without_a_reload(open_page, server, run_dir):
     assert page.evaluate(f"[...{plot}.data[1]]") == [0.01, 0.02, 0.625]
     assert "step 3" in page.text_content("#tokens h3") and "step 3" in page.text_content("#samples")
     assert "0.01 → 0.625" in page.text_content("#overview table")
+    assert page.get_attribute(".large", "data-chart") == "1", "a chart that was large stays so"
     assert page.evaluate("window.stays") and page.is_checked("#log")
     assert page.evaluate("document.querySelector('#runs details').open")
     assert set(opened.asked) == {url} and opened.said == []
@@ -71,7 +74,28 @@ def test_a_run_that_cannot_be_read_is_named_and_the_page_stays(open_page, server
     page.wait_for_function("() => document.getElementById('live').textContent.includes('config.toml')", timeout=20_000)
     assert page.evaluate("PLOTS.size") > 5
     (run_dir / "config.toml").write_text(config)
-    page.wait_for_function("() => document.getElementById('live').textContent === 'follows the run'", timeout=20_000)
+    page.wait_for_function("() => document.getElementById('live').textContent.startsWith('running')", timeout=20_000)
+
+
+def test_it_says_how_far_a_run_is_how_long_it_takes_and_since_when_it_is_silent(open_page, server, run_dir):
+    config = (run_dir / "config.toml").read_text()
+    assert "\nsteps = 2\n" in config
+    (run_dir / "config.toml").write_text(config.replace("\nsteps = 2\n", "\nsteps = 100\n"))
+
+    def write(seconds_ago):
+        # Of two minutes a step, of which 60 remain: two hours.
+        lines = [{"step": step, "time": time.time() - seconds_ago - 120 * (40 - step)} for step in range(1, 41)]
+        (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    write(30)
+    page = open_page(url=server[0]).page
+    said = "document.getElementById('live').textContent"
+    page.wait_for_function(f"() => {said} === 'running, step 40 of 100, 2 hours left'", timeout=20_000)
+    write(7200)
+    page.wait_for_function(f"() => {said}.startsWith('silent since ')", timeout=20_000)
+    assert page.evaluate(said).endswith(", step 40 of 100")
+    (run_dir / "DONE").write_text("all steps are done")
+    page.wait_for_function(f"() => {said} === 'done'", timeout=20_000)
 
 
 def test_a_page_of_another_host_gets_nothing(server):

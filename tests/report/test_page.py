@@ -1,7 +1,13 @@
 """The report in a real browser: silent, alone, drawn, and readable on a phone and at night."""
 
+import csv
+from pathlib import Path
+
 import numpy as np
 import pytest
+from PIL import Image
+
+from mcore_rl.report.page import write_report
 
 DRAWN = """figure => {
   const marks = [...figure.querySelectorAll('.series path, .series circle, rect.part, rect.filled')];
@@ -53,7 +59,7 @@ def test_every_chart_is_drawn_and_nothing_is_said_or_asked_for(open_page, report
     opened = open_page(size, scheme)
     page = opened.page
     shown = figures(page)
-    assert len(shown) == len(data(page)["charts"]) > 40
+    assert len({figure.get_attribute("data-chart") for figure in shown}) == len(data(page)["charts"]) > 40
     for figure in shown:
         drawn = figure.evaluate(DRAWN)
         assert drawn["marks"] or drawn["colours"] > 3, figure.text_content()
@@ -121,6 +127,7 @@ def test_the_drawn_means_of_long_runs_are_the_true_ones_and_their_bands_hold_eve
     """Two runs of 10,000 steps, a metric of rare spikes: a mean of extremes would be drawn at ten times the mean."""
     path, true = long_report
     opened = open_page(path=path)
+    opened.page.fill("#smooth", "0")
     figure, chart = figure_of(opened.page, "KL to the old policy")
     data = plot_of(figure, "plot.data.map(values => [...values])")
     names = plot_of(figure, "plot.series.map(series => series.main ? series.main.run : null)")
@@ -189,6 +196,188 @@ def test_smoothing_levels_values_that_alternate_and_keeps_a_straight_line(open_p
     assert straight[5:-5] == pytest.approx([3 * at for at in range(5, 95)])
 
 
+def test_the_slider_sets_over_how_many_points_is_smoothed(open_page):
+    page = open_page().page
+    # A step from 0 to 1 becomes a ramp: as many values between as the reach of the mean to both sides.
+    step = "Array.from({length: 100}, (_, at) => Number(at >= 50))"
+    for share, reach in ((0.02, 5), (0.1, 21), (0.2, 41)):
+        values = page.evaluate(f"smoothed({step}, {share})")
+        assert sum(0 < value < 1 for value in values) == 2 * reach
+    figure, _ = figure_of(page, "Reward")
+    drawn = "[...plot.data[plot.series.findIndex(one => one.main)]]"
+    straight, spread = [], []
+    for strength in ("0", "20"):
+        page.fill("#smooth", strength)
+        straight = plot_of(figure, drawn)
+        values = [value for value in straight if value is not None]
+        spread.append(max(values) - min(values))
+    assert spread[0] == pytest.approx(0.39) and spread[1] < 0.3  # of 40 points, over 35 of them
+
+
+def test_a_chart_is_found_by_its_title_or_its_metrics(open_page):
+    page = open_page().page
+    titles = """[...document.querySelectorAll('[data-chart] h4')].filter(one => one.checkVisibility())
+      .map(one => one.textContent)"""
+    every = page.evaluate(titles)
+    page.fill("#find", "Policy/Entropy")
+    assert [title.split()[0] for title in page.evaluate(titles)] == ["Entropy"]
+    assert not page.is_visible("#samples") and not page.is_visible("#pretrain h2") and page.is_visible("#rl h2")
+    page.fill("#find", "")
+    assert page.evaluate(titles) == every and page.is_visible("#samples")
+
+
+def test_a_chart_is_enlarged_to_the_window_and_back(open_page):
+    page = open_page().page
+    figure, _ = figure_of(page, "Gradient norm")
+    before = figure.query_selector("canvas").bounding_box()
+    figure.query_selector(".tools button").click()
+    box, canvas = figure.bounding_box(), figure.query_selector("canvas").bounding_box()
+    assert box["width"] > 1240 and canvas["width"] > 1200 and canvas["height"] > 600
+    page.keyboard.press("Escape")
+    after = figure.query_selector("canvas").bounding_box()
+    assert (after["width"], after["height"]) == (before["width"], before["height"])
+
+
+def saved(page, figure, name):
+    with page.expect_download() as download:
+        figure.query_selector(f".tools button:text-is('{name}')").click()
+    return download.value
+
+
+def test_a_chart_is_saved_as_a_table_of_its_numbers(open_page):
+    page = open_page().page
+    figure, chart = figure_of(page, "Reward")
+    download = saved(page, figure, "CSV")
+    assert download.suggested_filename == "Reward.csv"
+    rows = list(csv.DictReader(Path(download.path()).read_text().splitlines()))
+    assert [row["run"] for row in rows] == ["grpo"] * 40 + ["gspo"] * 40
+    for one in chart["series"]:
+        own = [row for row in rows if row["run"] == data(page)["runs"][one["run"]]["name"]]
+        assert [float(row["value"]) for row in own] == one["y"] and [float(row["low"]) for row in own] == one["low"]
+        assert [float(row["tokens"]) for row in own] == [100 * step for step in one["x"]]
+    for title, count in (("Time of a rollout batch, by phase", 6), ("Load of the experts", 12 * 3 * 6)):
+        figure, _ = figure_of(page, title)
+        assert len(Path(saved(page, figure, "CSV").path()).read_text().splitlines()) == 1 + count
+
+
+def test_a_chart_is_saved_as_a_picture_with_its_title_and_colours(open_page):
+    page = open_page().page
+    for title, name in (("Reward", "--run2"), ("Accuracy on held-out prompts, by run", "--run3")):
+        figure, _ = figure_of(page, title)
+        picture = Image.open(saved(page, figure, "PNG").path()).convert("RGB")
+        drawn = figure.query_selector(".plot canvas, .plot svg").bounding_box()
+        assert picture.width == pytest.approx(drawn["width"], abs=1) and picture.height > drawn["height"] + 25
+        pixels = np.asarray(picture).reshape(-1, 3)
+        assert (abs(pixels - page.evaluate(f"colour('{name}')")).max(1) < 8).sum() > 50
+        assert (np.asarray(picture)[4:24, :60].min(2) < 100).sum() > 30, "the title"
+
+
+def test_the_x_axis_can_be_tokens(open_page, many_report):
+    page = open_page(path=many_report).page
+    page.select_option("#axis", "t")
+    figure, _ = figure_of(page, "Reward")
+    assert plot_of(figure, "plot.axes[0].label") == "tokens"
+    places, *_ = plot_of(figure, "plot.data.map(values => [...values])")
+    assert set(places) == {10 * (number + 1) * step for number in range(12) for step in range(1, 41)}
+
+
+def test_runs_are_grouped_by_a_field_with_their_mean_and_a_band_from_smallest_to_largest(open_page, many_report):
+    page = open_page(path=many_report).page
+    page.fill("#smooth", "0")
+    page.select_option("#group", "rl.loss.kind")
+    figure, _ = figure_of(page, "Reward")
+    assert 'rl.loss.kind = "gspo" (4 runs)' in figure.query_selector(".legend").text_content()
+    series = plot_of(figure, "plot.series.map((one, at) => one.main && [one.main.run.name, [...plot.data[at]]])")
+    (gspo,) = [values for name, values in filter(None, series) if "gspo" in name]
+    # Runs 1, 4, 7 and 10, each with its number times the step.
+    assert gspo == [5.5 * step for step in range(1, 41)]
+    bands = page.evaluate(
+        "PLOTS.get(document.querySelectorAll('[data-chart]')[1]).series.find("
+        "one => one.main && one.main.run.name.includes('gspo')).main"
+    )
+    assert bands["low"] == [1 * step for step in range(1, 41)] and bands["high"] == [10 * step for step in range(1, 41)]
+    page.uncheck('.show[value="10"]')
+    page.uncheck('.show[value="7"]')
+    series = plot_of(figure, "plot.series.map((one, at) => one.main && [one.main.run.name, [...plot.data[at]]])")
+    (gspo,) = [values for name, values in filter(None, series) if "gspo" in name]
+    assert gspo == [2.5 * step for step in range(1, 41)]
+
+
+def test_twelve_runs_differ_in_colour_or_dash_and_have_bands_only_when_three_are_left(open_page, many_report):
+    opened = open_page(path=many_report)
+    page = opened.page
+    figure, _ = figure_of(page, "Reward")
+    looks = plot_of(figure, "plot.series.filter(one => one.main).map(one => one.stroke(plot) + '|' + one.dash)")
+    assert len(looks) == len(set(looks)) == 12 and len({look.split("|")[0] for look in looks}) == 8
+    assert len(set(page.eval_on_selector_all(".toggle .swatch", "all => all.map(one => one.className)"))) == 12
+    assert plot_of(figure, "plot.bands.length") == 0
+    assert "Bands are drawn for at most 3 runs" in figure.query_selector(".legend").text_content()
+    for number in range(3, 12):
+        page.uncheck(f'.show[value="{number}"]')
+    assert plot_of(figure, "plot.bands.length") == 3
+    assert "at most" not in figure.query_selector(".legend").text_content()
+    assert opened.said == []
+
+
+def test_more_than_four_runs_are_a_table_that_can_be_sorted(open_page, many_report):
+    page = open_page(path=many_report).page
+    assert not page.query_selector(".cards")
+    column = "[...document.querySelectorAll('#many tbody tr')].map(row => row.cells[{}].textContent)"
+    heads = page.eval_on_selector_all("#many thead th", "all => all.map(one => one.textContent)")
+    assert heads == ["run", "kind", "value", "of what", "steps", "time", "state", "rl.loss.kind"]
+    page.click("#many th:text-is('value')")
+    page.click("#many th:text-is('value')")
+    # As numbers 5 % is less than 10 %.
+    assert page.evaluate(column.format(2)) == [f"{5 * number:.1f} %" for number in range(11, -1, -1)]
+    page.click("#many th:text-is('rl.loss.kind')")
+    assert page.evaluate(column.format(7)) == ['"cispo"'] * 4 + ['"grpo"'] * 4 + ['"gspo"'] * 4
+    assert open_page().page.query_selector(".cards")
+
+
+def test_the_y_axis_follows_a_zoom(open_page):
+    page = open_page().page
+    figure, chart = figure_of(page, "Entropy of the policy")
+    whole = plot_of(figure, "[plot.scales.y.min, plot.scales.y.max]")
+    assert whole[0] == 0 and whole[1] > 1
+    page.fill("#smooth", "0")
+    plot_of(figure, "plot.setScale('x', {min: 20, max: 40})")
+    values = chart["series"][0]["y"][19:]
+    room = 0.06 * (values[0] - values[-1])
+    page.wait_for_function("f => PLOTS.get(f).scales.y.max < 0.2", arg=figure)
+    low, high = plot_of(figure, "[plot.scales.y.min, plot.scales.y.max]")
+    assert (low, high) == (pytest.approx(values[-1] - room), pytest.approx(values[0] + room))
+
+
+def test_every_title_has_its_unit(open_page):
+    page = open_page().page
+    titles = {
+        figure_of(page, name)[0].query_selector("h4").text_content()
+        for name in ("Entropy of the policy", "Trained tokens per second and rank", "Reward")
+    }
+    assert titles == {"Entropy of the policy nats/token", "Trained tokens per second and rank tokens/s", "Reward"}
+
+
+@pytest.mark.parametrize("size", ["phone", "desktop"])
+def test_the_first_screen_of_a_run_has_its_curve(open_page, report, tmp_path, size):
+    write_report([report.parent / "pretrain"], tmp_path / "one.html")
+    page = open_page(size, path=tmp_path / "one.html").page
+    box = page.query_selector("[data-chart] canvas").bounding_box()
+    assert box["y"] + box["height"] <= page.viewport_size["height"]
+    assert page.query_selector("[data-chart] h4").text_content() == "Loss nats/token"
+
+
+def test_no_label_is_clipped_on_a_phone(open_page, many_report):
+    page = open_page("phone", path=many_report).page
+    clipped = """() => [...document.querySelectorAll('.plot svg text')].filter(text => {
+      const [own, plot] = [text.getBoundingClientRect(), text.closest('.plot').getBoundingClientRect()];
+      return own.right > plot.right + 1 || own.left < plot.left - 1;
+    }).map(text => text.textContent)"""
+    assert page.evaluate(clipped) == []
+    figure, _ = figure_of(page, "Accuracy on held-out prompts, by run")
+    texts = [text.text_content() for text in figure.query_selector_all("text.value")]
+    assert len(texts) > 12 and "n = 64" in " ".join(texts)
+
+
 def test_the_pointer_shows_the_values_and_one_cursor_runs_over_all_charts(open_page):
     opened = open_page()
     figure, _ = figure_of(opened.page, "Reward")
@@ -237,7 +426,7 @@ def test_the_reader_chooses_runs_and_the_axes(open_page):
     page.select_option("#axis", "s")
     assert plot_of(figure, "plot.axes[0].label") in ("seconds", "minutes", "hours")
     lines = plot_of(figure, "plot.series.length")
-    page.uncheck("#smooth")
+    page.fill("#smooth", "0")
     assert plot_of(figure, "plot.series.length") == lines - 1  # without the thin line below the smoothed one
     page.check("#log")
     entropy, _ = figure_of(page, "Entropy of the policy")

@@ -469,9 +469,11 @@ class EvalConfig(Section):
 
 
 class SamplesConfig(Section):
-    """Completions for people to read: all of a rollout batch as JSON lines in `<run_dir>/samples`, a few in the log."""
+    """Completions for people to read: all of a rollout batch and of an evaluation as JSON lines in `<run_dir>/samples`,
+    a few of a batch in the log.
+    """
 
     interval: PositiveInt | None = 10
-    """Interval, in rollout batches, at which completions are written; `none`: never."""
+    """Interval, in rollout batches, at which completions are written; `none`: never, nor those of evaluations."""
     shown: NonNegativeInt = 3
     """Number of a batch's completions that are logged as a table."""

@@ -1,7 +1,28 @@
 // Bars: one for each run, whole or in parts.
 
 const BAR_HEIGHT = 26;
-const BAR_GAP = 22;
+const BAR_GAP = 8;
+const LINE = 17;
+const LETTER = 6.8;
+
+/** Adds a text that takes as many lines as the width needs. Returns where it ends. */
+function lettered(root, text, top, width) {
+  const most = Math.floor(width / LETTER);
+  const lines = [""];
+  for (const word of text.split(" ").flatMap((word) => word.match(new RegExp(`.{1,${most}}`, "g")) ?? [])) {
+    const longer = `${lines[lines.length - 1]} ${word}`.trim();
+    if (longer.length <= most) lines[lines.length - 1] = longer;
+    else lines.push(word);
+  }
+  lines.forEach((line, at) => svg(root, "text", { x: 1, y: top + (at + 1) * LINE - 5, class: "value" }, line));
+  return top + lines.length * LINE;
+}
+
+/** Gives a picture of bars the height that they have turned out to need. */
+function heighten(root, width, height) {
+  root.setAttribute("height", height);
+  root.setAttribute("viewBox", `0 0 ${width} ${height}`);
+}
 
 /** Draws the seconds of a step by phase, one bar for each run, all on one scale. */
 function drawStack(figure, chart) {
@@ -22,13 +43,12 @@ function drawStack(figure, chart) {
   const width = Math.max(220, plot.clientWidth);
   const whole = (bar) => bar.parts.reduce((sum, [, seconds]) => sum + seconds, 0);
   const longest = Math.max(...bars.map(whole));
-  const height = bars.length * (BAR_HEIGHT + BAR_GAP);
-  const root = svg(plot, "svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": chart.title });
+  const root = svg(plot, "svg", { width, role: "img", "aria-label": chart.title });
   const box = tip(plot);
-  bars.forEach((bar, at) => {
-    const top = at * (BAR_HEIGHT + BAR_GAP) + 16;
+  let end = 0;
+  for (const bar of bars) {
     const all = whole(bar);
-    svg(root, "text", { x: 0, y: top - 5, class: "value" }, `${DATA.runs[bar.run].name}: ${trim(all, 3)} s`);
+    const top = lettered(root, `${DATA.runs[bar.run].name}: ${trim(all, 3)} s`, end, width);
     let left = 0;
     for (const [name, seconds] of bar.parts) {
       const long = (seconds / longest) * width;
@@ -42,7 +62,9 @@ function drawStack(figure, chart) {
       part.addEventListener("pointerleave", () => box.hide());
       left += long;
     }
-  });
+    end = top + BAR_HEIGHT + BAR_GAP;
+  }
+  heighten(root, width, end);
 }
 
 function phaseColour(chart, name) {
@@ -61,18 +83,13 @@ function drawBars(figure, chart) {
   const bars = chart.bars.filter((bar) => !VIEW.hidden.has(bar.run));
   plot.replaceChildren();
   const width = Math.max(220, plot.clientWidth);
-  const height = bars.length * (BAR_HEIGHT + BAR_GAP) + 18;
-  const root = svg(plot, "svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": chart.title });
+  const root = svg(plot, "svg", { width, role: "img", "aria-label": chart.title });
   const x = (share) => share * (width - 2) + 1;
-  for (const share of [0, 0.25, 0.5, 0.75, 1]) {
-    svg(root, "path", { d: `M${x(share)} 0V${height - 16}`, class: "gridline" });
-    const anchor = share === 0 ? "start" : share === 1 ? "end" : "middle";
-    svg(root, "text", { x: x(share), y: height - 3, "text-anchor": anchor }, `${100 * share} %`);
-  }
-  bars.forEach((bar, at) => {
-    const top = at * (BAR_HEIGHT + BAR_GAP) + 16;
+  const lines = svg(root, "g");
+  let end = 0;
+  for (const bar of bars) {
     const { name, label } = DATA.runs[bar.run];
-    svg(root, "text", { x: 1, y: top - 4, class: "value" }, `${name} (${label}): ${words(bar.value, "", true)}${intervalWords(bar)}`);
+    const top = lettered(root, `${name} (${label}): ${words(bar.value, "", true)}${intervalWords(bar)}`, end, width);
     const group = svg(root, "g", { class: runClass(bar.run) });
     svg(group, "rect", { x: 1, y: top, width: Math.max(1, x(bar.value) - 1), height: BAR_HEIGHT, rx: 3, class: "filled" });
     if (bar.interval) {
@@ -84,5 +101,12 @@ function drawBars(figure, chart) {
       const mark = svg(root, "path", { d: `M${x(bar.before)} ${top - 2}v${BAR_HEIGHT + 4}`, class: "mark" });
       svg(mark, "title", {}, `start of the run: ${words(bar.before, "", true)}`);
     }
-  });
+    end = top + BAR_HEIGHT + BAR_GAP;
+  }
+  for (const share of [0, 0.25, 0.5, 0.75, 1]) {
+    svg(lines, "path", { d: `M${x(share)} 0V${end}`, class: "gridline" });
+    const anchor = share === 0 ? "start" : share === 1 ? "end" : "middle";
+    svg(root, "text", { x: x(share), y: end + 13, "text-anchor": anchor }, `${100 * share} %`);
+  }
+  heighten(root, width, end + 18);
 }

@@ -1,7 +1,7 @@
 // Shared by all kinds of charts: elements, ticks, formatted numbers, colours, and the reader's choices.
 
 let DATA = dataOf(document);
-const VIEW = { axis: "x", smooth: true, log: false, hidden: new Set() };
+const VIEW = { axis: "x", smooth: 2, log: false, group: "", find: "", hidden: new Set() };
 const SVG = "http://www.w3.org/2000/svg";
 
 /** Returns the numbers of all charts of a page. */
@@ -27,8 +27,13 @@ function html(parent, name, className = "", text = "") {
   return element;
 }
 
+/** Returns a run by its index; a group of runs stands for itself. */
+function runOf(run) {
+  return DATA.runs[run] ?? run;
+}
+
 function runClass(run) {
-  return `c${DATA.runs[run].colour}`;
+  return `c${runOf(run).colour} d${runOf(run).cycle}`;
 }
 
 /** Returns about `wanted` round numbers from `low` to `high`. */

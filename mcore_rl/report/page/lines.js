@@ -2,12 +2,18 @@
 
 const HEIGHT = 230;
 const RAW_IS_ENOUGH = 30;
+const MOST_BANDS = 3;
+const MOST_POINTS = 400;
+/** Dashes of the first eight runs, the next eight (whose colours are the same again), and so on. */
+const DASHES = [[], [10, 3], [3, 3], [10, 3, 3, 3]];
 const PLOTS = new Map();
 
 function drawLines(figure, chart) {
   const plot = figure.querySelector(".plot");
-  const shown = chart.series.filter((series) => !VIEW.hidden.has(series.run));
-  const labels = lineLabels(chart);
+  for (const series of chart.series) series.t ??= tokensOf(series);
+  const seen = chart.series.filter((series) => !VIEW.hidden.has(series.run) && series[VIEW.axis].length);
+  const shown = grouped(seen);
+  const labels = lineLabels(shown);
   drawLegend(figure.querySelector(".legend"), chart, shown, labels);
   PLOTS.get(figure)?.destroy();
   PLOTS.delete(figure);
@@ -21,13 +27,66 @@ function drawLines(figure, chart) {
   PLOTS.set(figure, made);
 }
 
+/** Returns the tokens trained on at the steps of a series, by the counts that the run has recorded; without any, nothing. */
+function tokensOf(series) {
+  const [steps, counts] = runOf(series.run).tokens;
+  return steps.length ? series.x.map((step) => between([0, ...steps], [0, ...counts], Math.min(step, steps[steps.length - 1]))) : [];
+}
+
+/** Returns the value at `x` of the line through some points, null outside of them. */
+function between(xs, ys, x) {
+  const last = xs.length - 1;
+  if (x < xs[0] || x > xs[last]) return null;
+  const near = nearest(xs, x);
+  const low = xs[near] > x ? near - 1 : near;
+  const high = Math.min(low + 1, last);
+  return xs[high] === xs[low] ? ys[low] : ys[low] + ((ys[high] - ys[low]) * (x - xs[low])) / (xs[high] - xs[low]);
+}
+
+/** Returns the series with those of runs merged whose configs have the same value of the field that the reader groups by. */
+function grouped(seen) {
+  if (!VIEW.group) return seen;
+  const values = [...new Set(DATA.runs.map((run) => run.fields[VIEW.group]))];
+  const groups = values.map((value, at) => {
+    const runs = DATA.runs.filter((run, index) => run.fields[VIEW.group] === value && !VIEW.hidden.has(index)).length;
+    return { name: `${VIEW.group} = ${value ?? "unset"} (${runs} ${runs === 1 ? "run" : "runs"})`, colour: at % 8, cycle: at >> 3 };
+  });
+  const alike = new Map();
+  for (const series of seen) {
+    const group = values.indexOf(runOf(series.run).fields[VIEW.group]);
+    const key = [group, series.metric].join();
+    alike.set(key, { run: groups[group], members: [...(alike.get(key)?.members ?? []), series] });
+  }
+  return [...alike.values()].map(({ run, members }) => ({ ...(members.length > 1 ? merged(members) : members[0]), run }));
+}
+
+/** Returns the mean of some series, at the points of all, with a band from the smallest to the largest. */
+function merged(members) {
+  const every = [...new Set(members.flatMap((one) => one[VIEW.axis]))].sort((one, other) => one - other);
+  const by = Math.max(1, every.length / MOST_POINTS);
+  const places = Array.from({ length: Math.ceil(every.length / by) }, (_, at) => every[Math.floor(at * by)]);
+  places[places.length - 1] = every[every.length - 1];
+  const values = (name) => places.map((place) => members.map((one) => between(one[VIEW.axis], one[name], place)).filter((value) => value !== null));
+  const mean = (list) => list.reduce((sum, value) => sum + value, 0) / list.length;
+  const hasLine = members[0].y.length > 0;
+  const [lows, highs] = hasLine ? [values("y"), values("y")] : [values("low"), values("high")];
+  const columns = Object.fromEntries(["x", "s", "t"].map((name) => [name, members.every((one) => one[name].length) ? values(name).map(mean) : []]));
+  return {
+    ...members[0], ...columns, [VIEW.axis]: places,
+    y: hasLine ? lows.map(mean) : [],
+    last: mean(members.map((one) => one.last)),
+    low: lows.map((list) => Math.min(...list)),
+    high: highs.map((list) => Math.max(...list)),
+  };
+}
+
 /** Returns what distinguishes the series of a chart: run, label, or both. */
-function lineLabels(chart) {
-  const runs = new Set(chart.series.map((series) => series.run));
-  const kinds = new Set(chart.series.map((series) => series.label));
-  return new Map(chart.series.map((series) => {
+function lineLabels(shown) {
+  const runs = new Set(shown.map((series) => series.run));
+  const kinds = new Set(shown.map((series) => series.label));
+  return new Map(shown.map((series) => {
     const parts = [];
-    if (runs.size > 1 || kinds.size === 1) parts.push(DATA.runs[series.run].name);
+    if (runs.size > 1 || kinds.size === 1) parts.push(runOf(series.run).name);
     if (kinds.size > 1 && series.label) parts.push(series.label);
     return [series, parts.join(" · ")];
   }));
@@ -50,23 +109,35 @@ function drawLegend(legend, chart, shown, labels) {
     const key = html(legend, "span", `key ${runClass(run)}`);
     shown.filter((series) => series.run === run).forEach((series, at) => {
       const part = html(key, "span");
-      const sign = svg(part, "svg", { viewBox: "0 0 18 8", "aria-hidden": "true" });
-      if (series.style === "dots") svg(sign, "circle", { cx: 9, cy: 4, r: 2.8, class: "dot" });
-      else svg(sign, "path", { d: "M1 4H17", class: `curve ${series.style}` });
+      const sign = svg(part, "svg", { viewBox: "0 0 26 8", "aria-hidden": "true" });
+      if (series.style === "dots") svg(sign, "circle", { cx: 13, cy: 4, r: 2.8, class: "dot" });
+      else svg(sign, "path", { d: "M1 4H25", class: "curve", "stroke-dasharray": dashOf(series).join(" ") });
       html(part, "span", "", at && series.label ? series.label : labels.get(series));
       html(part, "b", "", lastWords(series, chart));
     });
   }
+  if (VIEW.group) html(legend, "span", "", "Lines: means of the runs with the same value; bands: from the smallest to the largest.");
+  if (!hasBands(shown)) html(legend, "span", "", `Bands are drawn for at most ${MOST_BANDS} runs; hide some to see them.`);
+}
+
+function dashOf(series) {
+  return [...DASHES[runOf(series.run).cycle % DASHES.length], ...(series.style === "dash" ? [5, 4] : [])];
+}
+
+/** Returns whether bands are drawn: more than three hide each other and their lines. */
+function hasBands(shown) {
+  return new Set(shown.filter((series) => series.low).map((series) => series.run)).size <= MOST_BANDS;
 }
 
 function ariaLabel(chart, shown) {
-  const last = shown.map((series) => `${DATA.runs[series.run].name} ${series.label} ${lastWords(series, chart)}`);
+  const last = shown.map((series) => `${runOf(series.run).name} ${series.label} ${lastWords(series, chart)}`);
   return `${chart.title}. Last values: ${last.join("; ")}`;
 }
 
 /** Returns the unit of the x axis: [how much of a step or second is in it, its name]. */
 function xUnit(shown) {
-  return VIEW.axis === "s" ? clock(Math.max(...shown.map((series) => series.s[series.s.length - 1]))) : [1, "step"];
+  if (VIEW.axis === "s") return clock(Math.max(...shown.map((series) => series.s[series.s.length - 1])));
+  return [1, VIEW.axis === "t" ? "tokens" : "step"];
 }
 
 /** Returns whether the y axis is logarithmic: the reader wants it, and something is above 0. */
@@ -92,21 +163,22 @@ function linesOf(chart, shown) {
     return lines.length - 1;
   };
   for (const series of shown) {
-    const own = colour(`--run${DATA.runs[series.run].colour}`).join();
+    const own = colour(`--run${runOf(series.run).colour}`).join();
     const stroke = `rgb(${own})`;
-    if (series.low) {
+    const filled = hasBands(shown);
+    if (series.low && (filled || !series.y.length)) {
       const edge = series.y.length ? { stroke: "transparent", width: 0 } : { stroke, width: 1.2 };
       const low = logarithmic && !series.share ? series.low.map((value) => Math.max(value, floor)) : series.low;
       const at = [add(series, series.high, edge), add(series, low, edge)];
-      bands.push({ series: at, fill: `rgba(${own},.16)` });
+      if (filled) bands.push({ series: at, fill: `rgba(${own},.16)` });
     }
     if (!series.y.length) continue;
     const dots = series.style === "dots" || series.y.length < RAW_IS_ENOUGH;
-    const smooth = VIEW.smooth && chart.smooth && !series.binned && series.style !== "dots" && series.y.length >= RAW_IS_ENOUGH;
+    const smooth = VIEW.smooth && chart.smooth && series.style !== "dots" && series.y.length >= RAW_IS_ENOUGH;
     if (smooth) add(series, series.y, { stroke: `rgba(${own},.28)`, width: 1 });
-    add(series, smooth ? smoothed(series.y) : series.y, {
+    add(series, smooth ? smoothed(series.y, VIEW.smooth / 100) : series.y, {
       stroke,
-      dash: series.style === "dash" ? [5, 4] : undefined,
+      dash: dashOf(series),
       paths: series.style === "dots" ? () => null : undefined,
       points: { show: dots, size: 7, width: 1.8, stroke, fill: `rgb(${colour("--card").join()})` },
       main: series,
@@ -125,10 +197,14 @@ function lineOptions(plot, figure, chart, shown, labels, drawn) {
   const show = (value) => (value === null ? "" : words(value, chart.unit, chart.percent));
   const range = drawn.logarithmic
     ? (_, low, high) => uPlot.rangeLog(low ?? drawn.floor, high ?? drawn.floor, 10, false)
-    : (_, low, high) => yRange(chart, low, high);
+    : ({ data: [places], series: [x] }, low, high) => {
+      // Zoomed in, the axis is around the numbers in view: down to 0 they would be a flat line.
+      const isWhole = x.min <= places[0] && x.max >= places[places.length - 1];
+      return yRange(chart.zero && isWhole, low, high);
+    };
   return {
     width: Math.max(220, plot.clientWidth),
-    height: HEIGHT,
+    height: figure.classList.contains("large") ? Math.max(HEIGHT, plot.clientHeight - 8) : HEIGHT,
     legend: { show: false },
     scales: {
       x: { time: false, range: (_, low, high) => (low === high ? [low - 0.5, high + 0.5] : [low, high]) },
@@ -158,25 +234,25 @@ function lineOptions(plot, figure, chart, shown, labels, drawn) {
       y: false,
       points: { size: 6 },
       drag: { x: true, y: false },
-      sync: { key: `${figure.closest("section").id} ${VIEW.axis}`, setSeries: false, scales: ["x", null] },
+      sync: { key: `${DATA.runs[chart.series[0].run].stage} ${VIEW.axis}`, setSeries: false, scales: ["x", null] },
     },
     hooks: { ready: [(made) => followPointer(plot, made, chart, shown, labels)] },
   };
 }
 
-/** Returns the y axis around the numbers in view, down to 0 where the chart wants it. */
-function yRange(chart, low, high) {
+/** Returns the y axis around the numbers in view, with `zero` down to 0. */
+function yRange(zero, low, high) {
   if (low === null || high === null) return [0, 1];
-  const [from, to] = chart.zero ? [Math.min(0, low), Math.max(0, high)] : [low, high];
+  const [from, to] = zero ? [Math.min(0, low), Math.max(0, high)] : [low, high];
   if (from === to) return from ? [from - Math.abs(from) * 0.1, to + Math.abs(to) * 0.1] : [0, 1];
   const room = (to - from) * 0.06;
-  return [chart.zero && from === 0 ? 0 : from - room, to + room];
+  return [zero && from === 0 ? 0 : from - room, to + room];
 }
 
-/** Means over about 6 % of the points, nearer ones counting more; at the ends over the neighbours that are there. An odd reach
- *  leaves nothing but the mean of values that alternate, as those of first and second updates do. */
-function smoothed(values) {
-  const reach = 2 * Math.round(values.length * 0.02) + 1;
+/** Means over about three times `share` of the points, nearer ones counting more; at the ends over the neighbours that are
+ *  there. An odd reach leaves nothing but the mean of values that alternate, as those of first and second updates do. */
+function smoothed(values, share = 0.02) {
+  const reach = 2 * Math.round(values.length * share) + 1;
   return values.map((_, at) => {
     let [sum, weights] = [0, 0];
     for (let away = Math.max(-reach, -at); away <= Math.min(reach, values.length - 1 - at); away += 1) {

@@ -19,6 +19,9 @@ function drawAll() {
 
 /** Draws the charts of a page that is new, and each again when its width changes. */
 function drawNew() {
+  addTools();
+  findCharts();
+  sortRuns();
   drawAll();
   document.querySelectorAll("[data-chart]").forEach((figure) => WATCH.observe(figure));
 }
@@ -28,9 +31,20 @@ function start() {
     VIEW.axis = event.target.value;
     drawAll();
   });
-  document.getElementById("smooth").addEventListener("change", (event) => {
-    VIEW.smooth = event.target.checked;
+  document.getElementById("smooth").addEventListener("input", (event) => {
+    VIEW.smooth = Number(event.target.value);
     drawAll();
+  });
+  document.getElementById("find").addEventListener("input", (event) => {
+    VIEW.find = event.target.value.trim().toLowerCase();
+    findCharts();
+  });
+  document.getElementById("group")?.addEventListener("change", (event) => {
+    VIEW.group = event.target.value;
+    drawAll();
+  });
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") enlarge(null);
   });
   document.getElementById("log").addEventListener("change", (event) => {
     VIEW.log = event.target.checked;

@@ -20,7 +20,7 @@ from mcore_rl.metrics.verdict import student_t
 from mcore_rl.rl.rollouts.prompts import HELD_OUT_SEED
 from mcore_rl.rl.rollouts.rollout import Rollouts, rewards_of, sample_seed
 from mcore_rl.rl.sampling import Cut
-from mcore_rl.rl.types import Completion, Group, GroupSummary, Prompt, Rollout
+from mcore_rl.rl.types import Completion, Group, GroupSummary, Prompt
 from mcore_rl.storage.files import checkpoint_errors_explained, write_atomically
 
 
@@ -87,9 +87,9 @@ WIDTH = 60
 """Maximum number of characters of a text in the log."""
 
 
-def gather_samples(rollout: Rollout, mesh: Mesh) -> list[dict[str, Any]]:
+def gather_samples(groups: Mapping[int, Group], rewards_PG: Tensor, mesh: Mesh) -> list[dict[str, Any]]:
     """Collective over the data- and context-parallel ranks: gather all samples on the first rank, in order; all other
-    ranks get an empty list. A sample's reward is None if a score failed.
+    ranks get an empty list. `groups` are this replica's, by index. A sample's reward is None if a score failed.
     """
     samples_of_groups = {
         index: [
@@ -110,18 +110,18 @@ def gather_samples(rollout: Rollout, mesh: Mesh) -> list[dict[str, Any]]:
             }
             for completion, reward, reasons in zip(
                 group.completions,
-                rollout.rewards_PG[index].tolist(),
+                rewards_PG[index].tolist(),
                 group.reasons_G or [{}] * len(group.completions),  # a rank that scored nothing has no reasons
                 strict=True,
             )
         ]
-        for index, group in rollout.groups.items()
+        for index, group in groups.items()
     }
     dp_cp = mesh.dp_cp
     gathered: list[Mapping[int, list[dict[str, Any]]] | None] = [None] * dp_cp.size
     dist.gather_object(samples_of_groups, gathered if dp_cp.rank == 0 else None, group=dp_cp.group, group_dst=0)
-    groups = {index: samples for part in gathered if part for index, samples in part.items()}
-    return [sample for index in sorted(groups) for sample in groups[index]]
+    everywhere = {index: samples for part in gathered if part for index, samples in part.items()}
+    return [sample for index in sorted(everywhere) for sample in everywhere[index]]
 
 
 def _conversation(completion: Completion) -> dict[str, Any]:
@@ -143,9 +143,11 @@ def _conversation(completion: Completion) -> dict[str, Any]:
     return {"turns": turns, "spans": episode.spans, **segments, "end": episode.end, **failure}
 
 
-def write_samples(folder: Path, step: int, samples: Sequence[Mapping[str, Any]]) -> Path:
-    """Write `folder/step_<step>.jsonl` atomically and return its path. CheckpointError where that is not possible."""
-    path = folder / f"step_{step:07d}.jsonl"
+def write_samples(folder: Path, step: int, samples: Sequence[Mapping[str, Any]], kind: str = "step") -> Path:
+    """Write `folder/<kind>_<step>.jsonl` atomically and return its path; `kind` is "eval" for answers to held-out
+    prompts. CheckpointError where that is not possible.
+    """
+    path = folder / f"{kind}_{step:07d}.jsonl"
     lines = [json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n" for sample in samples]
     with checkpoint_errors_explained(path, "writing"):
         folder.mkdir(exist_ok=True)  # no parents: a run's folder that was renamed is not made anew

@@ -21,7 +21,8 @@ from mcore_rl.report.notices import notices
 from mcore_rl.report.page import LiveServer, script_safe, write_report
 from mcore_rl.report.runs import read_runs, short_names
 from mcore_rl.report.samples import before_and_after, last_traced, word_diff
-from tests.report_runs import HOSTILE, load_table, write_all, write_run
+from mcore_rl.rl.rollouts.evaluation import write_samples
+from tests.report_runs import HOSTILE, load_table, sample, write_all, write_run
 
 
 @pytest.fixture(scope="module")
@@ -242,14 +243,32 @@ def test_completions_of_the_same_prompt_are_compared_by_rank(runs):
     assert [kind for kind, _ in after.groups[0].completions[1].parts] == ["same"]
 
 
+def test_samples_are_of_the_same_held_out_prompts_with_the_best_the_worst_and_the_most_changed_first(tmp_path):
+    run_dir = write_run(tmp_path, RlRunConfig(run_dir="evaluated"), 3, samples=(0, 2))
+    rewards = {"a": (0.5, 0.5), "b": (1.0, 0.75), "c": (0.5, 1.0), "d": (0.25, 0.0), "e": (0.0, 0.9), "f": (0.5, 0.5)}
+    for at, step in enumerate((0, 3)):
+        samples = [{**sample(step, problem, 2), "reward": both[at]} for problem, both in rewards.items()]
+        write_samples(run_dir / "samples", step, samples, "eval")
+    before, after = before_and_after(run_dir)
+    assert (before.step, after.step) == (0, 3)
+    for side in (before, after):
+        assert [(group.prompt[7], group.kind) for group in side.groups] == [
+            ("c", "best"),
+            ("d", "worst"),
+            ("e", "most changed"),
+            ("a", ""),
+        ]
+    assert [group.completions[0].reward for group in after.groups] == [1.0, 0.0, 0.9, 0.5]
+
+
 def test_texts_and_tokens_with_markup_and_escape_sequences_are_shown_as_text(tmp_path):
     run_dir = write_run(tmp_path, RlRunConfig(run_dir="odd"), 3, samples=(0,))
     odd = ["<script>window.hacked = 2</script>", "\x1b[2J", "\x1b]0;title\x07", "<b onclick=x>"]
     (path,) = (run_dir / "samples").glob("*.jsonl")
-    sample = json.loads(path.read_text().splitlines()[0])
-    sample |= {"completion": "".join(odd), "pieces": odd, "log_ratios": [None] * 4, "prompt": "\x9b31m"}
-    path.write_text(json.dumps(sample) + "\n")
-    later = json.dumps(sample | {"completion": "<ins>" + "".join(odd), "step": 3})
+    odd_sample = json.loads(path.read_text().splitlines()[0])
+    odd_sample |= {"completion": "".join(odd), "pieces": odd, "log_ratios": [None] * 4, "prompt": "\x9b31m"}
+    path.write_text(json.dumps(odd_sample) + "\n")
+    later = json.dumps(odd_sample | {"completion": "<ins>" + "".join(odd), "step": 3})
     (path.parent / "step_0000003.jsonl").write_text(later + "\n")
     write_report([run_dir], tmp_path / "odd.html")
     parser = Texts()

@@ -24,7 +24,7 @@ def test_a_sample_on_disk_has_the_ids_of_its_prompt_and_of_the_tokens_after_it(o
         num_prompts=1,
         metrics=[],
     )
-    path = write_samples(tmp_path / "samples", 3, gather_samples(rollout, one_rank))
+    path = write_samples(tmp_path / "samples", 3, gather_samples(rollout.groups, rollout.rewards_PG, one_rank))
     first, second = map(json.loads, path.read_text().splitlines())
     assert (first["prompt_ids"], first["ids"], "spans" in first) == ([1, 3], [4, 5, 2], False)
     assert (second["prompt_ids"], second["ids"]) == ([1, 3], [6, 9, 9, 7, 2])
