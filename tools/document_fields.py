@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
     changed = []
     for page in sorted(DOCS.rglob("*.md")):
         before = page.read_text(encoding="utf-8")
-        after = REGION.sub(lambda region: region[1] + content(region) + "<!-- end -->", before)
+        after = with_one_anchor_each(REGION.sub(lambda region: region[1] + content(region) + "<!-- end -->", before))
         if after != before:
             changed.append(page.relative_to(DOCS))
             if "--check" not in arguments:
@@ -51,6 +51,18 @@ def main(arguments: list[str]) -> int:
     for name in changed:
         print(f"docs/{name}: its tables are not those of the docstrings; run python tools/document_fields.py")
     return int(bool(changed) and "--check" in arguments)
+
+
+def with_one_anchor_each(page: str) -> str:
+    """Return a page without the anchors of fields that have one further up, such as those of another kind."""
+    seen: set[str] = set()
+
+    def kept(anchor: re.Match[str]) -> str:
+        is_new = anchor[1] not in seen
+        seen.add(anchor[1])
+        return anchor[0] if is_new else ""
+
+    return re.sub(r'<a id="([^"]+)"></a>', kept, page)
 
 
 def content(region: re.Match[str]) -> str:
@@ -62,7 +74,7 @@ def content(region: re.Match[str]) -> str:
         rows = sorted([*of_commands, *of_jobs], key=lambda row: (row[1], int(row[0])))
         return table("exit status | whose | meaning", iter([*rows, signals]))
     if region["mark"] == "metrics":
-        rows = ((f"`{name}`", row.unit, row.text) for name, row in METRICS.items())
+        rows = ((f"{_anchor(name)}`{name}`", row.unit, row.text) for name, row in METRICS.items())
         return table("metric | unit | what it is", rows)
     if region["mark"] == "commands":
         rows = ((f"`mcore-rl {name}`", command.summary) for name, command in COMMANDS.items())
@@ -77,7 +89,8 @@ def content(region: re.Match[str]) -> str:
         return table("Megatron-LM | why not", missing)
     sections = describe_sections(CONFIGS[region["name"]])
     known = describe_sections(CONFIGS[region["other"]]) if region["other"] else []
-    return "\n" + "".join(_section(section) for section in sections if section.fields and section not in known)
+    level = "###" if "\n## " in region.string[: region.start()] else "##"
+    return "\n" + "".join(_section(section, level) for section in sections if section.fields and section not in known)
 
 
 def _options(argument: Argument) -> str:
@@ -90,17 +103,21 @@ def table(heads: str, rows: Iterator[tuple[str, ...]]) -> str:
     return f"\n| {heads} |\n|{'---|' * (heads.count('|') + 1)}\n{''.join(lines)}\n"
 
 
-def _section(section: SectionDoc) -> str:
+def _anchor(name: str) -> str:
+    return f'<a id="{name}"></a>'
+
+
+def _section(section: SectionDoc, level: str) -> str:
     rows = (
         (
-            f"`{field.key}`",
+            f"{_anchor(field.key)}`{field.key}`",
             f"`{field.default}`" if field.default else "",
             f"{f'With {field.choice}: ' if field.choice else ''}{field.meaning} ({field.type})",
         )
         for field in section.fields
     )
-    title = f"[{section.key}]" if section.key else "Top level"
-    return f"**{title}** {_cell(section.meaning)}\n" + table("field | default | meaning", rows)
+    title = f"`[{section.key}]`" if section.key else "Top level"
+    return f"{level} {title}\n\n{_cell(section.meaning)}\n" + table("field | default | meaning", rows)
 
 
 def _cell(text: str) -> str:

@@ -139,6 +139,17 @@ def test_every_message_of_troubleshooting_is_one_of_the_code():
     assert [message for message in shown if not is_in_the_code(message)] == []
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs/fields").glob("[mprs]*.md")), ids=lambda page: page.stem)
+def test_every_field_and_metric_of_a_reference_page_has_one_anchor(page):
+    text = page.read_text()
+    anchors = re.findall(r'<a id="([^"]+)"></a>', text)
+    assert len(anchors) > 10 and len(set(anchors)) == len(anchors)
+    assert set(anchors) == set(re.findall(r"^\| (?:<a [^>]+></a>)?`([\w./]+)`", text, re.MULTILINE))
+    # Each section is a heading, so that it is in the table of contents.
+    sections = re.findall(r"^## `\[([\w.]+)\]`$", text, re.MULTILINE)
+    assert page.stem == "metrics" or {key.rpartition(".")[0] for key in anchors} <= {*sections, ""}
+
+
 def test_links_between_pages_lead_somewhere():
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
