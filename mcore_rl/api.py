@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -88,9 +89,10 @@ def train(
         config: As of `load_config`.
         overrides: As of `load_config`.
         ranks: Number of local ranks; None: the fewest that the mesh needs. A launcher has chosen it already.
-        on_step: Called in the main thread of this process with a step and its metrics by name, every `log.interval`
-            steps. An error that it raises ends the run at once; a file STOP in `run_dir` ends it after the current
-            step, with a checkpoint. It is not possible under a launcher: name a class in log.sinks instead.
+        on_step: Called in the main thread of this process with a step and all of its metrics by name, those of its
+            evaluation too, every `log.interval` steps, once the next step is logged. An error that it raises ends the
+            run at once; a file STOP in `run_dir` ends it after the current step, with a checkpoint. It is not possible
+            under a launcher: name a class in log.sinks instead.
         data: Records to train on, or the prompts of "rl", such as the rows of a `datasets.Dataset`, in any shape that a
             file may have. They are written to `data.jsonl` in `run_dir`, and a call that resumes the run is given the
             same. Not for "pretrain", which reads what `preprocess` writes, and not under a launcher.
@@ -134,14 +136,25 @@ def train(
     file.write_text(dump_config(loaded), encoding="utf-8")
     news = NewRecords(Path(loaded.run_dir, FILE_NAME))
 
-    def report() -> None:
+    whole: dict[int, dict[str, Any]] = {}
+
+    def report(*, is_last: bool = False) -> None:
         for record in news.take() if on_step else ():
             if "event" not in record:
-                assert on_step is not None
-                on_step(int(str(record["step"])), _values(record))
+                # An evaluation has a record of its own; a step is whole when that of another one begins.
+                step = int(str(record["step"]))
+                give({earlier for earlier in whole if earlier != step})
+                whole.setdefault(step, {}).update(_values(record))
+        if is_last:
+            give(set(whole))
+
+    def give(steps: Iterable[int]) -> None:
+        for step in sorted(steps):
+            assert on_step is not None
+            on_step(step, whole.pop(step))
 
     status = launch_local(PROGRAMS[program].module, [str(file)], ranks, log_dir, meanwhile=report)
-    report()
+    report(is_last=True)
     if status == INTERRUPTED_STATUS:
         raise KeyboardInterrupt
     if status:
@@ -207,20 +220,48 @@ def _values(record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def train_tokenizer(inputs: Sequence[str | Path], output: str | Path, *, vocab_size: int) -> Path:
+def train_tokenizer(
+    inputs: Sequence[str | Path],
+    output: str | Path,
+    *,
+    vocab_size: int,
+    format: Literal["jsonl", "text"] | None = None,
+    key: str = "text",
+) -> Path:
     """Train a sentencepiece tokenizer on JSON lines or text files, as `mcore-rl data tokenizer` does; return `output`.
-    Raises DataError when a file cannot be read, or `output` exists.
+    `format` is by default that of the files' endings, `key` the field of JSON lines with the text. Raises DataError
+    when a file cannot be read, or `output` exists.
     """
-    cli.run(["data", "tokenizer", *map(str, inputs), "--output", str(output), "--vocab-size", str(vocab_size)])
+    _run("data", "tokenizer", *map(str, inputs), output=output, vocab_size=vocab_size, format=format, key=key)
     return Path(output)
 
 
-def preprocess(inputs: Sequence[str | Path], output: str | Path, tokenizer: str | Path, *, workers: int = 1) -> Path:
+def _run(*words: str, **options: str | Path | int | None) -> None:
+    """Run a command. Its messages name options, as `--vocab-size`; here they are parameters, `vocab_size`."""
+    flags = [(f"--{name.replace('_', '-')}", str(value)) for name, value in options.items() if value is not None]
+    try:
+        cli.run([*words, *(word for flag in flags for word in flag)])
+    except McoreRlError as error:
+        text = re.sub(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)", lambda match: match[1].replace("-", "_"), str(error))
+        raise type(error)(text) from None
+
+
+def preprocess(
+    inputs: Sequence[str | Path],
+    output: str | Path,
+    tokenizer: str | Path,
+    *,
+    workers: int = 1,
+    format: Literal["jsonl", "text"] | None = None,
+    key: str = "text",
+) -> Path:
     """Encode JSON lines or text files as OUTPUT.bin, .idx and .json, as `mcore-rl data preprocess` does; return
-    `output`, a prefix for `data.train`. Raises DataError when a file cannot be read, or the dataset exists.
+    `output`, a prefix for `data.train`; `format` and `key` as of `train_tokenizer`. Raises DataError when a file cannot
+    be read, or the dataset exists.
     """
-    options = ["--output", str(output), "--tokenizer", str(tokenizer), "--workers", str(workers)]
-    cli.run(["data", "preprocess", *map(str, inputs), *options])
+    options: dict[str, str | Path | int | None]
+    options = {"output": output, "tokenizer": tokenizer, "workers": workers, "format": format, "key": key}
+    _run("data", "preprocess", *map(str, inputs), **options)
     return Path(output)
 
 
@@ -231,7 +272,8 @@ def import_checkpoint(
     which `checkpoint.load` takes on every mesh. Raises McoreRlError when the model is not supported, a tensor is
     missing or left over, or `output` exists.
     """
-    return _convert("import", hf_folder, output, "--dtype", dtype, "--workers", str(workers))
+    _run("convert", "import", str(hf_folder), str(output), dtype=dtype, workers=workers)
+    return Path(output)
 
 
 def export_checkpoint(
@@ -239,18 +281,24 @@ def export_checkpoint(
     output: str | Path,
     *,
     reference: str | Path | None = None,
+    tokenizer: str | Path | None = None,
     dtype: Literal["keep", "bf16", "fp32"] = "keep",
     workers: int = 2,
 ) -> Path:
     """Convert a checkpoint, or the newest one of a run, to a folder for transformers and vLLM; return `output`.
 
-    Config and tokenizer are copied from `reference`, a folder of the same model; None: neither is. Biases of experts
+    Config and tokenizer are copied from `reference`, a folder of the same model; None: neither is. `tokenizer` is a
+    folder or file with another one, or "none". Biases of experts
     stay float32. Raises McoreRlError when the family has no such model in transformers, or `output` exists.
     """
-    options = [] if reference is None else ["--reference", str(reference)]
-    return _convert("export", checkpoint, output, "--dtype", dtype, "--workers", str(workers), *options)
-
-
-def _convert(action: str, source: str | Path, output: str | Path, *options: str) -> Path:
-    cli.run(["convert", action, str(source), str(output), *options])
+    _run(
+        "convert",
+        "export",
+        str(checkpoint),
+        str(output),
+        reference=reference,
+        tokenizer=tokenizer,
+        dtype=dtype,
+        workers=workers,
+    )
     return Path(output)

@@ -1,6 +1,8 @@
 """The errors that are the user's to mend. Each message has the value, the expectation, and the remedy."""
 
 import re
+import signal
+import sys
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
@@ -67,6 +69,11 @@ class StoppedError(McoreRlError):
 
 class RoutingError(McoreRlError):
     """Routes of a replay that are missing, twice there, damaged, or different from the routers' choices."""
+
+
+def after_echo(number: int = signal.SIGINT) -> str:
+    """Return the beginning of a message after a signal: after Ctrl-C the terminal shows ^C, which ends its line."""
+    return "\n" if number == signal.SIGINT and sys.stderr.isatty() else ""
 
 
 def error_text(error: McoreRlError) -> str:

@@ -20,6 +20,7 @@ from mcore_rl.errors import (
     REFUSED_STATUS,
     ConfigError,
     McoreRlError,
+    after_echo,
     error_text,
 )
 from mcore_rl.storage.files import limit_reached, machine_error, open_standard_streams
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except McoreRlError as error:
         return _refused(error)
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
+        sys.stderr.write(f"{after_echo()}interrupted\n")
         return INTERRUPTED_STATUS
     except BrokenPipeError:
         if not _reader_is_gone():

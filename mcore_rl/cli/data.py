@@ -32,7 +32,7 @@ from mcore_rl.data.records import Record, is_table, read_records
 from mcore_rl.data.shapes import unread_keys
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.data.tokenizer_training import TokenizerTraining, train_tokenizer
-from mcore_rl.errors import INTERRUPTED_STATUS, ConfigError, DataError, escaped
+from mcore_rl.errors import INTERRUPTED_STATUS, ConfigError, DataError, after_echo, escaped
 from mcore_rl.megatron import platform as platforms
 from mcore_rl.programs.inputs import load_matching_tokenizer
 from mcore_rl.programs.preferences import PreferenceData, describe_preferences, load_preferences
@@ -90,7 +90,7 @@ def make_dataset(args: argparse.Namespace) -> int:
     try:
         preprocess(options, Console())
     except KeyboardInterrupt:
-        sys.stderr.write("stopped; the same command resumes it\n")
+        sys.stderr.write(f"{after_echo()}stopped; the same command resumes it\n")
         return INTERRUPTED_STATUS
     return 0
 

@@ -1,4 +1,4 @@
-"""`mcore-rl fields` and `--help-all` explain the fields of configs; `mcore-rl completion` completes them in bash."""
+"""`mcore-rl fields` and `--help-all` explain the fields of configs; `mcore-rl completion` completes them in a shell."""
 
 import argparse
 import difflib
@@ -36,6 +36,22 @@ _mcore_rl() {{
     [[ ${{COMPREPLY[0]}} != *= ]] || compopt -o nospace 2>/dev/null
 }}
 complete -o default -F _mcore_rl mcore-rl
+"""
+ZSH = """\
+# Completion of mcore-rl for zsh: source it. zsh runs the functions of bash.
+(( $+functions[compdef] )) || {{ autoload -Uz compinit && compinit; }}
+autoload -U +X bashcompinit && bashcompinit
+"""
+FISH = """\
+# Completion of mcore-rl for fish: put it into ~/.config/fish/completions/mcore-rl.fish.
+function __mcore_rl_after
+    set -l words (commandline -opc)
+    set -l last (math 1 + (count $argv))
+    test "$words[2..$last]" = "$argv"
+end
+complete -c mcore-rl -n 'test (count (commandline -opc)) -eq 1' -f -a '{commands}'
+{groups}
+{cases}
 """
 
 
@@ -104,18 +120,25 @@ def _texts(kinds: Sequence[str], key: str) -> dict[str, list[str]]:
 
 
 def print_completion(args: argparse.Namespace) -> int:
-    """Print the functions; `args.shell` is always bash."""
+    """Print the functions for `args.shell`: bash, zsh or fish."""
     groups: dict[str, list[str]] = {}
     for name in COMMANDS:
         first, _, second = name.partition(" ")
         groups.setdefault(first, []).extend([second] if second else [])
     members = {name: words for name, words in groups.items() if words}
+    group, case, script = '        2,{}) words="{}" ;;', f'{16 * " "}"{{}}") words="{{}}" ;;', SCRIPT
+    if args.shell == "fish":
+        after, script = "complete -c mcore-rl -n '__mcore_rl_after {}", FISH
+        group, case = f"{after}; and test (count (commandline -opc)) -eq 2' -f -a '{{}}'", f"{after}' -a '{{}}'"
+    # zsh knows no compopt: it adds a space to all words or to none.
+    text = script.replace("-o default", "-o default -o nospace") if args.shell == "zsh" else script
+    text = (ZSH if args.shell == "zsh" else "") + text
     sys.stdout.write(
-        SCRIPT.format(
+        text.format(
             commands=" ".join(groups),
-            groups="\n".join(f'        2,{name}) words="{" ".join(words)}" ;;' for name, words in members.items()),
+            groups="\n".join(group.format(name, " ".join(words)) for name, words in members.items()),
             prefixes="|".join(members),
-            cases="\n".join(f'                "{name}") words="{" ".join(_words(name))}" ;;' for name in COMMANDS),
+            cases="\n".join(case.format(name, " ".join(_words(name))) for name in COMMANDS),
         )
     )
     return 0

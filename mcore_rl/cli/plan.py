@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,6 +40,8 @@ from mcore_rl.storage.run_config import load_run_config
 
 MAX_RANKS = 1_000_000
 """Largest world to plan, because ranks are computed individually."""
+WORTH_IT = 0.6
+"""Largest time of a step, as a part of that on half the ranks, at which more ranks are worth it."""
 PLAN_MARK = "written by mcore-rl plan"
 """Marks files of --json, so that an earlier file is recognised."""
 
@@ -141,8 +144,8 @@ def _cluster(args: argparse.Namespace) -> ClusterConfig:
 
 
 def _check(args: argparse.Namespace) -> None:
-    if args.gpus is not None and (args.nodes or args.world or args.calibrate is not None):
-        raise ConfigError("--gpus names all GPUs. Give it without --nodes, --world and --calibrate.")
+    if args.gpus is not None and (args.nodes or args.calibrate is not None):
+        raise ConfigError("--gpus names all GPUs. Give it without --nodes and --calibrate.")
     if args.lora_rank is not None and args.calibrate is not None:
         raise ConfigError("--lora-rank is of a CONFIG, and --calibrate reads the config of a run. Leave it out.")
     of_one_plan = args.calibrate is None and not args.world and not args.search
@@ -220,13 +223,20 @@ def checked_estimate(config: RunConfig, world_size: int, place: Place) -> Estima
 
 def _world_lines(config: RunConfig, place: Place, world: int, largest: int) -> Iterator[str]:
     yield from world_header(training_of(config, world), place)
+    before_s = math.inf
     while world <= largest:
         try:
             program_of(config).check(config, world)
         except ConfigError as error:
             yield f"{world:>7} refused: {str(error).splitlines()[0].removeprefix('- ')}"
         else:
-            yield world_line(estimate(training_of(config, world), place))
+            plan = estimate(training_of(config, world), place)
+            yield world_line(plan)
+            seconds = plan.rl.seconds if plan.rl else plan.step.span.likely if plan.step else 0.0
+            if seconds > WORTH_IT * before_s:
+                share = seconds / before_s
+                yield f"{'':>7} {world} ranks hardly help: a step takes {share:.0%} of the time on half as many."
+            before_s = seconds or math.inf
         world *= 2
 
 

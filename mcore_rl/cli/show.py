@@ -10,7 +10,7 @@ from mcore_rl.checks.mesh import mesh_dependences
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.kinds import KINDS, READERS
 from mcore_rl.config.load import dump_config, kind_of, load_config
-from mcore_rl.errors import ConfigError
+from mcore_rl.errors import ConfigError, after_echo
 from mcore_rl.report.page import LiveServer, write_report
 from mcore_rl.storage.run_config import with_origins
 
@@ -56,5 +56,5 @@ def _serve(args: argparse.Namespace) -> int:
         try:
             server.serve_forever()
         except KeyboardInterrupt:
-            sys.stdout.write("ended\n")
+            sys.stdout.write(f"{after_echo()}ended\n")
     return 0

@@ -50,6 +50,11 @@ OTHER_LAUNCH_S = 60.0
 
 def main(args: argparse.Namespace) -> int:
     """Submit the jobs, or show them with --dry-run; return the exit status."""
+    if str(args.config) in PROGRAMS and args.overrides and "=" not in args.overrides[0]:
+        raise ConfigError(
+            f"launch finds the program by the fields of the config. Leave out {args.config}: `mcore-rl launch "
+            f"{args.overrides[0]} ...`; or give --program {args.config} behind the config."
+        )
     cluster = load_config(ClusterConfig, args.cluster)
     check_cluster(cluster)
     refuse([text for variable in os.environ.items() for text in _overriding(*variable, cluster.slurm)])

@@ -175,7 +175,13 @@ def open_log(
     optional = [
         load_extension("log.sinks", LOGGERS.get(name, name))(logged) for name in config.sinks if name != "jsonl"
     ]
-    console = ConsoleSink(Console(), total_steps, is_quiet=config.console == "quiet", has_live_line=has_live_line())
+    console = ConsoleSink(
+        Console(),
+        total_steps,
+        is_quiet=config.console == "quiet",
+        has_live_line=has_live_line(),
+        has_columns=has_live_line() and config.console != "verbose",
+    )
     return Log([console, JsonlSink(run_dir / FILE_NAME, resume_step), *optional], config, resume_step)
 
 
@@ -188,11 +194,21 @@ class ConsoleSink:
     """Sink that prints one line per step; colours only on a terminal."""
 
     def __init__(
-        self, console: Console, total_steps: int, *, is_quiet: bool = False, has_live_line: bool = False
+        self,
+        console: Console,
+        total_steps: int,
+        *,
+        is_quiet: bool = False,
+        has_live_line: bool = False,
+        has_columns: bool = False,
     ) -> None:
         """Prepare to print; if `is_quiet`, only warnings. `has_live_line`: the process that started this rank shows the
-        current step below the printed lines.
+        current step below the printed lines. `has_columns`: steps are rows of a table, as wide as the console.
         """
+        self._has_columns = has_columns
+        self._widths: dict[str, int] = {}
+        """Columns so far and their widths, in the order of COLUMNS."""
+        self._num_rows = 0
         self._console = console
         self._total_steps = total_steps
         self._is_quiet = is_quiet
@@ -218,26 +234,50 @@ class ConsoleSink:
 
         Where no group of the updates has a signal, the line says so, and has no norm of a gradient that would be 0.000.
         """
-        cells = []
+        cells: dict[str, str] = {}
         num_groups = values.get("policy/groups")
         has_signal = not num_groups or values.get("policy/groups_without_signal") != num_groups
         for name, (label, show) in COLUMNS.items():
             if not isinstance(value := values.get(name), float | int):
                 continue
             if name == "train/grad_norm" and not has_signal:
-                cells.append(f"no signal in {num_groups:.0f} of {num_groups:.0f} groups")
+                cells["no signal in"] = f"{num_groups:.0f} of {num_groups:.0f} groups"
                 if value < LEAST_NORM:
                     continue
-            cells.append(f"[dim]{label}[/] {show(value)}")
+            cells[label] = show(value)
             if name in LIVE:
                 self._newest[name] = f"{label} {show(value)}"
         if self._is_quiet:
             return
-        if "train/lr" in values and (left := self._time_left(step)) is not None:
-            cells.append(f"{left} [dim]left[/]")
-        if cells:
+        if cells and self._has_columns and "train/lr" in values:
+            self._print_row(f"{step}/{self._total_steps}", cells)
+        elif cells:
+            left = self._time_left(step) if "train/lr" in values else None
+            shown = [f"[dim]{label}[/] {text}" for label, text in cells.items()]
+            shown += [] if left is None else [f"{left} [dim]left[/]"]
             width = len(str(self._total_steps))
-            self._print(f"[bold]step {step:>{width}}[/]/{self._total_steps} | " + " | ".join(cells))
+            self._print(f"[bold]step {step:>{width}}[/]/{self._total_steps} | " + " | ".join(shown))
+
+    def _print_row(self, step: str, cells: Mapping[str, str]) -> None:
+        """Print a row of the table of steps, below a header where 20 rows are past or a column is new. Columns that the
+        console is too narrow for are left out, from the right.
+        """
+        widths = self._widths | {label: max(self._widths.get(label, len(label)), len(cells[label])) for label in cells}
+        is_new = widths.keys() != self._widths.keys()
+        order = ["no signal in", *(label for label, _ in COLUMNS.values())]
+        self._widths = {label: widths[label] for label in sorted(widths, key=order.index)}
+        first = 2 * len(str(self._total_steps)) + 1
+        shown, taken = [], max(first, len("step"))
+        for label, width in self._widths.items():
+            if (taken := taken + 2 + width) <= self._console.width:
+                shown.append((label, width))
+        if is_new or self._num_rows % HEADER_ROWS == 0:
+            self._num_rows = 0
+            self._print(f"[dim]{'step':>{first}}" + "".join(f"  {label:>{width}}" for label, width in shown) + "[/]")
+        self._num_rows += 1
+        self._print(
+            f"[bold]{step:>{first}}[/]" + "".join(f"  {cells.get(label, ''):>{width}}" for label, width in shown)
+        )
 
     def message(self, step: int, text: str, fields: Mapping[str, object]) -> None:
         """Print one line: the text, then the fields."""
@@ -298,5 +338,7 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
 """Metrics that the console shows, in this order: metric -> label, format."""
 LIVE = frozenset({"train/loss_nats", "pairs/loss", "reward/mean", "eval/accuracy", "train/tokens_per_s_per_rank"})
 """Metrics of the live line."""
+HEADER_ROWS = 20
+"""Rows of the table of steps below one header."""
 LEAST_NORM = 5e-4
 """Norm of a gradient below which its column shows 0.000."""

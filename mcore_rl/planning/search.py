@@ -274,11 +274,14 @@ class Search:
 
     def shortlist(self) -> list[Choice]:
         """Return the fastest choice of each layout among those that a prediction cannot tell apart from the fastest,
-        without those that leave less than SPARE of the device's memory if any mesh leaves it.
+        those first whose tensor, context and expert groups lie within a node, without those that leave less than SPARE
+        of the device's memory if any mesh leaves it.
         """
         choices = self.with_spare()
         fastest = choices[0].seconds if choices else None
         alike = [choice for choice in choices if not (fastest and choice.seconds and choice.seconds > WITHIN * fastest)]
+        ranks = self.place.ranks_per_node
+        alike.sort(key=lambda choice: max(choice.mesh.tp * choice.mesh.cp, choice.mesh.ep * choice.mesh.etp) > ranks)
         return self._of_each_layout(alike, SHOWN)
 
     def nearest(self) -> list[Choice]:

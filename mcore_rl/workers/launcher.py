@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, NoReturn
 
-from mcore_rl.errors import INTERRUPTED_STATUS, REFUSED_STATUS
+from mcore_rl.errors import INTERRUPTED_STATUS, REFUSED_STATUS, after_echo
 from mcore_rl.storage.files import NOT_WRITER, full_disk_explained, is_elsewhere
 from mcore_rl.workers.failures import (
     FAILURES,
@@ -148,7 +148,9 @@ def launch_local(
     environment |= {FAILURES: str(causes), STAGE_FILE: str(stage), SECRET_FILE: str(secret)}
     has_terminal = sys.stdout.isatty() and sys.stderr.isatty()
     live = LiveLine(sys.stdout.buffer, (log_dir / ".live").resolve() if has_terminal else None)
-    environment |= {LIVE_FILE: str(live.path)} if live.path else {}
+    if live.path:
+        # The ranks write to pipes, which have no width.
+        environment |= {LIVE_FILE: str(live.path), "COLUMNS": str(shutil.get_terminal_size().columns)}
     ranks: list[_Rank] = []
     caught: list[int] = []
     with _handled_signals(lambda number, _: caught.append(number)):
@@ -316,7 +318,9 @@ def _ask_to_end(number: int, _: FrameType | None) -> NoReturn:
 
 def _ended_while_starting(number: int) -> int:
     asked_by = "Ctrl-C" if number == signal.SIGINT else signal_name(number)
-    _write_line(f"{asked_by} while starting: ended at once, nothing was trained that could be lost.")
+    _write_line(
+        f"{after_echo(number)}{asked_by} while starting: ended at once, nothing was trained that could be lost."
+    )
     return 128 + number
 
 
@@ -343,13 +347,16 @@ def _wait(
             live.close()
             if number == signal.SIGINT and number in passed_on:
                 _kill(ranks)
-                _write_line("Ended at once. The same command goes on from the last complete checkpoint.")
+                _write_line(f"{after_echo()}Ended at once. The same command goes on from the last complete checkpoint.")
                 return INTERRUPTED_STATUS
             if not has_trained:
                 _kill(ranks)
                 return _ended_while_starting(number)
             if number == signal.SIGINT:
-                _write_line("Ctrl-C: the step is finished and saved; press it again to end at once, without saving.")
+                _write_line(
+                    f"{after_echo()}Ctrl-C: the step is finished and saved; press it again to end at once, without "
+                    "saving."
+                )
             passed_on.append(number)
             for rank in ranks:
                 if rank.is_alive:

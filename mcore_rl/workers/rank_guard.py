@@ -24,7 +24,7 @@ import psutil
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors.handlers import get_error_handler
 
-from mcore_rl.errors import HUNG_STATUS, INTERRUPTED_STATUS, REFUSED_STATUS, McoreRlError, error_text
+from mcore_rl.errors import HUNG_STATUS, INTERRUPTED_STATUS, REFUSED_STATUS, McoreRlError, after_echo, error_text
 from mcore_rl.storage.files import machine_error, open_standard_streams
 from mcore_rl.workers.failures import Failure, Order, collected_in, first_cause, note_failure, rank_failure
 from mcore_rl.workers.launcher import rank_of_launcher, world_size_of_launcher
@@ -66,7 +66,7 @@ class _Alone(AbstractContextManager[None]):
             return
         error = _explained(error)
         if isinstance(error, KeyboardInterrupt):
-            sys.stderr.write("interrupted\n")
+            sys.stderr.write(f"{after_echo()}interrupted\n")
             raise SystemExit(_status(error)) from None
         note_failure(rank_failure(rank_of_launcher(), _status(error), _cause(error), _text(error)))
         if isinstance(error, McoreRlError):

@@ -43,8 +43,10 @@ def test_a_run_learns_saves_and_is_done_once(
 @pytest.mark.full
 def test_python_is_called_with_each_step_and_its_error_ends_the_run(config_file: Path, tmp_path: Path) -> None:
     seen: dict[int, float] = {}
+    calls: list[int] = []
 
     def on_step(step: int, values: dict[str, Any]) -> None:
+        calls.append(step)
         if "train/loss_nats" in values:
             seen[step] = values["train/loss_nats"]
         if step == last:
@@ -60,6 +62,7 @@ def test_python_is_called_with_each_step_and_its_error_ends_the_run(config_file:
     seen.clear()
     run = train("pretrain", config_file, alone, on_step=on_step)
     assert is_done(run) and seen == losses(run)
+    assert calls[4:] == list(range(31)), "a step with its evaluation and its checkpoint is one call"
 
 
 @pytest.mark.full

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.api import ConfigError, DataError, is_done, load_config, read_metrics, train
+from mcore_rl.api import ConfigError, DataError, is_done, load_config, read_metrics, train, train_tokenizer
 from mcore_rl.config.load import load_config as load_config_file
 from mcore_rl.config.run import PretrainConfig
 
@@ -67,6 +67,15 @@ def test_records_that_cannot_be_trained_on_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a run has begun with others"):
         train("sft", "tiny_moe/sft", fields, data=[{"prompt": "é", "response": "b"}])
     assert not (tmp_path / "run/data.jsonl").exists()
+
+
+def test_messages_name_parameters_and_not_options(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "a text"}\n')
+    with pytest.raises(DataError, match=r"Look at key and format\.") as refused:
+        train_tokenizer([tmp_path / "a.jsonl"], tmp_path / "t.model", vocab_size=300)
+    assert "--" not in str(refused.value)
+    with pytest.raises(DataError, match=r"vocab_size 300 is more than these 1 lines of text yield"):
+        train_tokenizer([tmp_path / "a.jsonl"], tmp_path / "t.model", vocab_size=300, key="body")
 
 
 def test_metrics_are_by_name_and_step(tmp_path: Path) -> None:

@@ -1,10 +1,14 @@
 import contextlib
 import io
 import os
+import pty
 import re
+import select
 import shlex
+import shutil
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -103,12 +107,15 @@ def test_fields_lists_sections_names_the_kinds_that_differ_and_the_nearest(capsy
 
 @pytest.fixture(scope="module")
 def completion():
-    with contextlib.redirect_stdout(io.StringIO()) as output:
-        assert main(["completion", "bash"]) == 0
-    return output.getvalue()
+    scripts = {}
+    for shell in ("bash", "zsh", "fish"):
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            assert main(["completion", shell]) == 0
+        scripts[shell] = output.getvalue()
+    return scripts
 
 
-@pytest.mark.parametrize(
+COMPLETED = pytest.mark.parametrize(
     ("words", "wanted"),
     [
         (["pre"], ["pretrain"]),
@@ -121,12 +128,72 @@ def completion():
         (["fields", "rl.los"], ["rl.loss"]),
     ],
 )
+
+
+@COMPLETED
 def test_bash_completes_commands_recipes_fields_and_options(words, wanted, completion):
     typed = " ".join(shlex.quote(word) for word in ["mcore-rl", *words])
-    script = f"{completion}\nCOMP_WORDS=({typed}); COMP_CWORD={len(words)}; _mcore_rl"
+    script = f"{completion['bash']}\nCOMP_WORDS=({typed}); COMP_CWORD={len(words)}; _mcore_rl"
     script += "; echo ${COMPREPLY[@]}"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.split() == wanted and not done.stderr
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="no fish here")
+@COMPLETED
+def test_fish_completes_the_same(words, wanted, completion, tmp_path):
+    script = f"{completion['fish']}\ncomplete -C {shlex.quote(shlex.join(['mcore-rl', *words]))}"
+    done = subprocess.run(["fish", "-N", "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout.split() == wanted and not done.stderr
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="no zsh here")
+def test_zsh_completes_the_same(completion, tmp_path):
+    (tmp_path / "script").write_text(completion["zsh"])
+    parent, child = pty.openpty()
+    environment = os.environ | {"TERM": "dumb", "PS1": "> "}
+    typed = {"pret": "pretrain", "data sh": "data show", "rl tiny_moe/grpo optim.lr": "rl tiny_moe/grpo optim.lr="}
+    command = ["zsh", "-f", "-i"]
+    with subprocess.Popen(
+        command, stdin=child, stdout=child, stderr=child, env=environment, cwd=tmp_path, start_new_session=True
+    ) as shell:
+        os.close(child)
+
+        def output_until(text):
+            seen, end_s = "", time.monotonic() + 60
+            while text not in seen and time.monotonic() < end_s:
+                if select.select([parent], [], [], 0.2)[0]:
+                    seen += os.read(parent, 1 << 16).decode(errors="replace")
+            return seen
+
+        os.write(parent, b"source ./script; print rea''dy\n")
+        output_until("ready")
+        for begun, wanted in typed.items():
+            # Ctrl-U empties the line.
+            os.write(parent, f"\x15mcore-rl {begun}\t".encode())
+            assert f"mcore-rl {wanted}" in output_until(f"mcore-rl {wanted}"), begun
+        shell.kill()
+    os.close(parent)
+
+
+def test_launch_with_a_program_before_the_config_is_answered_with_the_right_command(capsys):
+    assert main(["launch", "rl", "tiny_moe/grpo", "--cluster", "example_h100", "--nodes", "1"]) == 2
+    assert "Leave out rl: `mcore-rl launch tiny_moe/grpo ...`" in capsys.readouterr().err
+
+
+def test_after_ctrl_c_a_message_begins_on_a_line_of_its_own_on_a_terminal():
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from mcore_rl.errors import after_echo as a; sys.stderr.write(a() + '.')",
+    ]
+    parent, child = pty.openpty()
+    subprocess.run(command, stderr=child, check=True)
+    # The terminal shows ^C and stays on its line.
+    assert os.read(parent, 100) == b"\r\n."
+    os.close(parent)
+    os.close(child)
+    assert subprocess.run(command, stderr=subprocess.PIPE, check=True).stderr == b"."
 
 
 def test_quiet_and_verbose_are_fields():

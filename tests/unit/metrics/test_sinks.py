@@ -173,6 +173,26 @@ def test_a_step_is_one_plain_line_when_the_output_is_not_a_terminal():
     )
 
 
+def test_on_a_terminal_steps_are_rows_of_a_table_as_wide_as_it_with_a_header_every_20_rows():
+    text = io.StringIO()
+    sink = ConsoleSink(Console(file=text, width=40), total_steps=300, has_columns=True)
+    for step in range(1, 42):
+        values = {"train/loss_nats": 3.42134, "train/lr": 3e-4, "train/grad_norm": 0.71249, "train/mfu": 0.3119}
+        sink.write(step, values | ({"mtp/loss_nats": 12.5} if step == 41 else {}))
+    sink.write(41, {"eval/loss_nats": 3.5})
+    header, row, *rest = text.getvalue().splitlines()
+    # MFU would end in column 41.
+    assert header == "   step    loss        lr  grad norm"
+    assert row == "  1/300  3.4213  3.00e-04      0.712"
+    lines = [header, row, *rest]
+    assert [at for at, line in enumerate(lines) if "step" in line and "/" not in line] == [0, 21, 42]
+    assert lines[-3:] == [
+        "   step    loss  mtp loss        lr",
+        " 41/300  3.4213   12.5000  3.00e-04",
+        "step  41/300 | eval loss 3.5000",
+    ]
+
+
 @pytest.mark.parametrize(
     ("num_without_signal", "norm", "cells"),
     [

@@ -7,6 +7,7 @@ import pytest
 
 from mcore_rl.cli.cli import main, run
 from mcore_rl.errors import ConfigError
+from tests.unit.planning.test_search import searched
 
 ROOT = Path(__file__).parents[3]
 H100 = str(ROOT / "launch/clusters/example_h100.toml")
@@ -118,6 +119,21 @@ def test_a_table_of_worlds_says_from_where_a_mesh_fits(capsys):
     gib = [float(row[1]) for row in rows]
     assert gib[0] - gib[1] == pytest.approx(2 * (gib[1] - gib[2]), abs=0.2)
     assert lines[1].endswith("hours")
+
+
+def test_a_table_of_worlds_takes_gpus_and_says_where_more_do_not_help(capsys):
+    words = ("tiny_moe/pretrain", "platform.device=cuda", "train.global_batch=64")
+    _, *lines = lines_of(capsys, *words, "--gpus", "8xH100", "--world", "1..64")
+    seconds = {int(line.split()[0]): float(line.split()[3]) for line in lines if " yes " in line}
+    told = {int(line.split()[0]): int(line.split()[7].rstrip("%")) for line in lines if "hardly help" in line}
+    shares = {world: 100 * time_s / seconds[world // 2] for world, time_s in seconds.items() if world // 2 in seconds}
+    assert told == {world: pytest.approx(share, abs=1) for world, share in shares.items() if share > 60} != shares
+
+
+def test_a_mesh_within_a_node_comes_first_among_those_that_are_alike():
+    found = searched("deepseek_v3/pretrain", 256)
+    spans = [max(one.mesh.tp * one.mesh.cp, one.mesh.ep * one.mesh.etp) > 8 for one in found.shortlist()]
+    assert spans == sorted(spans) and len(set(spans)) == 2
 
 
 def test_a_table_of_worlds_has_the_phases_and_the_whole_step_of_reinforcement_learning(capsys):
