@@ -52,7 +52,11 @@ def checked_hf_config(model: ModelConfig) -> dict[str, Any]:
 def model_violations(model: ModelConfig) -> Iterator[str]:
     """Yield a sentence, with a remedy, for each disagreement; ConfigError for an unknown family."""
     family = family_of(model)
-    yield from _head(model)
+    if model.head == "score" and model.mtp_layers:
+        yield (
+            f'model.mtp_layers={model.mtp_layers} with model.head="score": MTP layers predict tokens, which a score is '
+            "not. Set model.mtp_layers=0."
+        )
     yield from _experts(model, family)
     yield from _optional_settings(model, family)
     yield from _shape(model, family)
@@ -86,14 +90,6 @@ def unused(key: str, section: Section, *rules: tuple[bool, str, str]) -> Iterato
             yield f"{named} is not used with {cause}. Leave it at {toml_value(defaults[changed[0]])}, or change that."
         elif changed:
             yield f"{named} are not used with {cause}. Leave them out, or change that."
-
-
-def _head(model: ModelConfig) -> Iterator[str]:
-    if model.head == "score" and model.mtp_layers:
-        yield (
-            f'model.mtp_layers={model.mtp_layers} with model.head="score": MTP layers predict tokens, which a score is '
-            "not. Set model.mtp_layers=0."
-        )
 
 
 def _experts(model: ModelConfig, family: Family) -> Iterator[str]:

@@ -131,14 +131,11 @@ class _Lines:
                     continue
                 self.num_documents += 1
                 if self._share == 1.0 or draw.random() < self._share:
-                    yield from self._cut(record.text)
-
-    def _cut(self, text: str) -> Iterator[str]:
-        longest = LONGEST_LINE_BYTES // 4  # UTF-8 takes at most four bytes a character
-        for line in text.split("\n"):
-            for start in range(0, len(line), longest):
-                self.count += 1
-                yield line[start : start + longest]
+                    longest = LONGEST_LINE_BYTES // 4  # UTF-8 takes at most four bytes a character
+                    for line in record.text.split("\n"):
+                        for start in range(0, len(line), longest):
+                            self.count += 1
+                            yield line[start : start + longest]
 
 
 def _explained(message: str, options: TokenizerTraining, lines: _Lines) -> str:

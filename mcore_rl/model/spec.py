@@ -153,7 +153,12 @@ def _layer_spec(config: TransformerConfig, kind: LayerKind, slot: int | None) ->
     else:
         mixer, renamed = (_latent if config.multi_latent_attention else _grouped_query)(config, provider)
     if kind.mixer in ("indexed", "shared"):
-        mixer = _indexed(mixer, provider, has_indexer=kind.mixer == "indexed", slot=slot)
+        indexed = import_module(INDEXED)
+        mixer = ModuleSpec(
+            module=indexed.IndexedLatentAttention,
+            params={**mixer.params, "has_indexer": kind.mixer == "indexed", "slot": slot},
+            submodules=replace(mixer.submodules, core_attention=indexed.attention_over_choices(provider.attention)),
+        )
     if not is_moe:
         renamed["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     mlp: Any = get_mlp_module_spec_for_backend(
@@ -224,12 +229,3 @@ def _latent(config: TransformerConfig, provider: TorchSpecProvider) -> tuple[Mod
         "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
         "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
     }
-
-
-def _indexed(latent: ModuleSpec, provider: TorchSpecProvider, *, has_indexer: bool, slot: int | None) -> ModuleSpec:
-    indexed = import_module(INDEXED)
-    return ModuleSpec(
-        module=indexed.IndexedLatentAttention,
-        params={**latent.params, "has_indexer": has_indexer, "slot": slot},
-        submodules=replace(latent.submodules, core_attention=indexed.attention_over_choices(provider.attention)),
-    )

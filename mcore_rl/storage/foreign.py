@@ -8,6 +8,7 @@ changes in between.
 
 import io
 import pickle
+import tomllib
 from argparse import Namespace
 from collections import OrderedDict
 from pathlib import Path, PosixPath
@@ -70,63 +71,28 @@ class StoredMetadata(Stored):
 TORCHS = "torch.distributed.checkpoint"
 MCORE_METADATA = "megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"
 """Megatron 0.15's class in the place of torch's Metadata, with an additional field, which nothing reads."""
-METADATA: Allowed = PLAIN | {
-    (f"{TORCHS}.{module}", name): kind
-    for module, kind, names in (
-        ("metadata", StoredMetadata, "Metadata"),
-        ("metadata", StoredTensor, "TensorStorageMetadata"),
-        ("metadata", Stored, "BytesStorageMetadata ChunkStorageMetadata MetadataIndex TensorProperties"),
-        ("metadata", Opaque, "StorageMeta _MEM_FORMAT_ENCODING"),
-        ("planner", Opaque, "BytesIOWriteData SavePlan TensorWriteData WriteItem WriteItemType"),
-        ("filesystem", Stored, "_StorageInfo"),
-        ("filesystem", Opaque, "_StoragePrefix"),
-    )
-    for name in names.split()
-} | {
+_NAMES: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("foreign.toml").read_text(encoding="utf-8"))
+
+
+def _stand_ins(table: str, stand_in: type[Opaque]) -> Allowed:
+    return {(module, name): stand_in for module, names in _NAMES[table].items() for name in names.split()}
+
+
+METADATA: Allowed = {
+    **PLAIN,
+    **_stand_ins("metadata_stored", Stored),
+    **_stand_ins("metadata_opaque", Opaque),
+    (f"{TORCHS}.metadata", "Metadata"): StoredMetadata,
+    (f"{TORCHS}.metadata", "TensorStorageMetadata"): StoredTensor,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     # The folder that torch was asked to save to; the second is the module's name in Python 3.13.
     ("pathlib", "PosixPath"): PosixPath,
     ("pathlib._local", "PosixPath"): PosixPath,
     MCORE_METADATA: StoredMetadata,
-    # Classes of older versions of Megatron; nothing in them is needed.
-    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"): Opaque,
-    ("megatron.core.dist_checkpointing.strategies.resharding", "TensorReformulationMetadata"): Opaque,
-}  # fmt: skip
+}
 """Classes in the `.metadata` of a distributed checkpoint."""
-SAVED: Allowed = PLAIN | {
-    (module, name): Opaque
-    for module, names in {
-        "argparse": "Namespace",
-        "types": "SimpleNamespace",
-        "pathlib": "PosixPath",
-        "pathlib._local": "PosixPath",
-        "signal": "Signals",
-        "_io": "BytesIO",
-        "io": "BytesIO",
-        "_codecs": "encode",
-        "builtins": "bytearray complex frozenset set slice",
-        "__builtin__": "bytearray complex frozenset set slice",
-        "numpy": "dtype ndarray",
-        "numpy.dtypes": "UInt32DType",
-        "numpy.core.multiarray": "_reconstruct scalar",
-        "numpy._core.multiarray": "_reconstruct scalar",
-        "torch": "device BFloat16Storage BoolStorage ByteStorage CharStorage DoubleStorage FloatStorage HalfStorage "
-        "IntStorage LongStorage ShortStorage",
-        "torch.storage": "UntypedStorage",
-        "torch._utils": "_rebuild_parameter _rebuild_tensor_v2 _rebuild_tensor_v3",
-        "megatron.core.enums": "ModelType",
-        "megatron.core.optimizer.optimizer_config": "OptimizerConfig",
-        "megatron.core.rerun_state_machine": "RerunDiagnostic RerunMode RerunState",
-        "megatron.core.transformer.enums": "AttnBackend CudaGraphModule CudaGraphScope InferenceCudaGraphScope",
-    }.items()
-    for name in names.split()
-}  # fmt: skip
+SAVED: Allowed = PLAIN | _stand_ins("saved", Opaque)
 """Classes in Megatron's states besides tensors: neither the check nor the load calls any other class."""
-FP8_RECIPES = (
-    "DelayedScaling Float8CurrentScaling Float8BlockScaling MXFP8BlockScaling NVFP4BlockScaling Format _FormatHelper "
-    "MMParams QParams"
-)
-"""Classes of TransformerEngine in its layers' extra states, from Megatron 0.19's own list."""
 
 
 class AllowListUnpickler(pickle.Unpickler):
@@ -229,8 +195,7 @@ def _extra_states() -> Allowed:
         ("torch.storage", "_load_from_bytes"): _check_storage,
         # Megatron 0.19 uses this instead of the function above.
         ("megatron.core.safe_globals", "safe_load_from_bytes"): _check_storage,
-        ("megatron.core.extensions.transformer_engine", "TEDelayedScaling"): Opaque,
-        **{("transformer_engine.common.recipe", name): Opaque for name in FP8_RECIPES.split()},
+        **_stand_ins("extra_states", Opaque),
     }
 
 

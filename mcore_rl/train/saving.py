@@ -135,7 +135,12 @@ class Checkpoints:
             plan = self._planner.plan(full_state(self._state), path)
             save = _Save(step=step, plan=plan, started=started, skipped=self._state.progress.skipped_in_a_row)
             if self._state.config.checkpoint.asynchronous:
-                self._pending = self._hand_over(save)
+                try:
+                    writing = on_every_rank(partial(_in_background, save.plan))
+                except CheckpointError as error:
+                    raise self._failure(save, error) from error
+                waited_s = time.monotonic() - save.started
+                self._pending = replace(save, plan=save.plan.without_data(), writing=writing, waited_s=waited_s)
             else:
                 self._complete(save)
 
@@ -376,14 +381,6 @@ class Checkpoints:
             f"training waited {time.monotonic() - since:.1f} s for the save of step {pending.step}: saves take longer "
             "than checkpoint.interval lasts",
         ]
-
-    def _hand_over(self, save: _Save) -> _Save:
-        try:
-            writing = on_every_rank(partial(_in_background, save.plan))
-        except CheckpointError as error:
-            raise self._failure(save, error) from error
-        waited_s = time.monotonic() - save.started
-        return replace(save, plan=save.plan.without_data(), writing=writing, waited_s=waited_s)
 
     def _complete(self, save: _Save) -> None:
         """Make a checkpoint from the ranks' files; on failure delete all of them."""

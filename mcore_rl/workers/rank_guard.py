@@ -134,7 +134,11 @@ class _Guard(AbstractContextManager[None]):
                 looks += 1
                 if self.is_monitor and looks % MONITOR_LOOKS == 0:
                     self._note_silent_ranks(signs)
-                    self._publish_death()
+                    # NCCL would wait for the rank, whose death the process above it has recorded.
+                    folder = collected_in()
+                    cause = first_cause(folder) if folder else None
+                    if cause and cause.order == Order.CAUSE and self._published() is None:
+                        self.store.write("failure", json.dumps([cause.rank, cause.headline]))
             except RuntimeError:
                 self._end_without_store()
             self.looked_s = time.monotonic()
@@ -152,13 +156,6 @@ class _Guard(AbstractContextManager[None]):
                 self._note_silence(rank, self._host_of(rank))
             elif count != before and (record := self.silent.pop(rank, None)):
                 record.unlink(missing_ok=True)
-
-    def _publish_death(self) -> None:
-        # NCCL would wait for the rank, whose death the process above it has recorded.
-        folder = collected_in()
-        cause = first_cause(folder) if folder else None
-        if cause and cause.order == Order.CAUSE and self._published() is None:
-            self.store.write("failure", json.dumps([cause.rank, cause.headline]))
 
     def _give_sign(self) -> None:
         self.num_signs += 1
@@ -205,7 +202,10 @@ class _Guard(AbstractContextManager[None]):
 
     def _fail(self, error: BaseException) -> NoReturn:
         cause = _cause(error)
-        is_lost_peer = _is_lost_peer(error)
+        # gloo raises RuntimeErrors and NCCL DistErrors; an OSError is a file's or another server's.
+        text = str(error).lower()
+        is_of_torch = type(error) is RuntimeError or isinstance(error, DistError)
+        is_lost_peer = is_of_torch and any(part in text for part in LOST_PEER_TEXTS)
         origin = _origin(error)
         failure = rank_failure(self.rank, _status(error), cause, _text(error))
         try:
@@ -329,13 +329,6 @@ def _text(error: BaseException) -> str:
         return f"{type(error).__name__}: {error}"
     # The last line first: whatever cuts the text leaves the error itself.
     return f"{_cause(error)}\n{''.join(traceback.format_exception(error)).rstrip()}"
-
-
-def _is_lost_peer(error: BaseException) -> bool:
-    # gloo raises RuntimeErrors and NCCL DistErrors; an OSError is a file's or another server's.
-    text = str(error).lower()
-    is_of_torch = type(error) is RuntimeError or isinstance(error, DistError)
-    return is_of_torch and any(part in text for part in LOST_PEER_TEXTS)
 
 
 def end_process(status: int) -> NoReturn:
