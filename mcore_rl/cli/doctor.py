@@ -24,7 +24,7 @@ from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig
 from mcore_rl.config.speed import SpeedFlags, run_flags
 from mcore_rl.megatron.kernels import KERNEL, has_kernel
-from mcore_rl.megatron.patches.found import Found, has_module
+from mcore_rl.megatron.patches.gpu_packages import GpuPackages, has_module
 from mcore_rl.megatron.patches.table import FOUND, INSTALLED
 from mcore_rl.megatron.platform import adam_package, compiled_layers, variables_of_device
 from mcore_rl.model.layers.experts import HAS_GROUPED_MM
@@ -178,7 +178,7 @@ def limits() -> dict[str, Any]:
     }
 
 
-def missing(found: Found, there: dict[str, bool]) -> Iterator[tuple[str, str]]:
+def missing(found: GpuPackages, there: dict[str, bool]) -> Iterator[tuple[str, str]]:
     """Yield a sentence for each missing part with its cost, in the terms of the log and the config."""
     if not found.has_cuda:
         yield "a GPU", "all runs on the CPU, by gloo: right numbers, for tests and small models"
@@ -204,7 +204,7 @@ def missing(found: Found, there: dict[str, bool]) -> Iterator[tuple[str, str]]:
         )
 
 
-def faults(found: Found) -> Iterator[str]:
+def faults(found: GpuPackages) -> Iterator[str]:
     """Yield a sentence for each installed component that is unusable."""
     if NVIDIA_DRIVER.exists() and not found.has_cuda:
         build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a build for CPUs"

@@ -18,8 +18,7 @@ import yaml
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.describe import FieldDoc
 from mcore_rl.config.load import UNTRANSLATED, Setting, fields_of, load_config
-from mcore_rl.config.other_names import equivalent_named, system_of
-from mcore_rl.config.shell import UNKNOWN, Script, shown
+from mcore_rl.config.other_names import UNKNOWN, Script, equivalent_named, shown, system_of
 from mcore_rl.config.toml import toml_value
 from mcore_rl.errors import ConfigError
 

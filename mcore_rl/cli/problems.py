@@ -166,7 +166,7 @@ def score_completions(args: argparse.Namespace) -> int:
     prompts = load_prompts(config)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     groups = trial_groups(prompts.train.take(0, args.sample), prompts.tokenizer.encode, args.completion or ANSWER)
-    functions = config.rl.reward.of_functions
+    functions = config.rl.reward.scored_by_functions
     if functions is None:
         raise ConfigError(
             f"rl.reward.parts={list(config.rl.reward.parts)} are models or an environment alone, which score only in a "

@@ -29,7 +29,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from mcore_rl.config.model import LayerKind, Mixer
-from mcore_rl.megatron.patches.found import as_experts_entry, with_moe_layer
+from mcore_rl.megatron.patches.gpu_packages import as_experts_entry, with_moe_layer
 from mcore_rl.model.layers.attention import SDPAttention
 from mcore_rl.model.layers.experts import GroupedExperts
 from mcore_rl.model.layers.linear import (

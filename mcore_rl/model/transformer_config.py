@@ -17,7 +17,7 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.families import family_of, te_violations
 from mcore_rl.families.family import yarn
 from mcore_rl.megatron.mesh import Mesh
-from mcore_rl.megatron.patches.found import has_module
+from mcore_rl.megatron.patches.gpu_packages import has_module
 from mcore_rl.megatron.platform import Platform
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": torch.nn.functional.silu, "quick_gelu": quick_gelu}

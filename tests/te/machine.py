@@ -8,19 +8,19 @@ compute by TransformerEngine beside layers, its Adam and the product of a router
 
 from dataclasses import replace
 
-from mcore_rl.megatron.patches import found
+from mcore_rl.megatron.patches import gpu_packages
 from tests.te.seeming import seeming_gpu
 
 
-def _find() -> found.Found:
+def _find() -> gpu_packages.GpuPackages:
     with seeming_gpu():
-        machine = found.find_packages()
+        machine = gpu_packages.find_packages()
     assert machine.has_te, machine.unusable
     return replace(machine, has_cuda=False)
 
 
 MACHINE = _find()
-found.find_packages = lambda: MACHINE
+gpu_packages.find_packages = lambda: MACHINE
 
 from mcore_rl.megatron.patches import table  # noqa: E402  # it asks what is found
 from mcore_rl.storage.checkpoint import megatron_version  # noqa: E402

@@ -236,7 +236,7 @@ class RewardConfig(Section):
         return self.weight_of.get(ENVIRONMENT_PART, 0.0)
 
     @cached_property
-    def of_functions(self) -> "RewardConfig | None":
+    def scored_by_functions(self) -> "RewardConfig | None":
         """This section with only the parts that are not models or the environment; None if there are no such parts."""
         return self.only(lambda part: part not in self.model_parts and part != ENVIRONMENT_PART)
 

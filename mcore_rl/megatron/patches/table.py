@@ -17,13 +17,14 @@ from typing import Any, Literal
 import torch
 
 from mcore_rl.errors import ConfigError
-from mcore_rl.megatron.patches.found import Found, find_packages
+from mcore_rl.megatron.patches.gpu_packages import GpuPackages, find_packages
 from mcore_rl.storage.checkpoint import megatron_version
 
 SUPPORTED = ("0.16", "0.19")
 Cause = Literal["no CUDA", "no TransformerEngine", "no TransformerEngine or apex", "version"]
-"""Why a patch is applied on this machine: torch sees no GPU, TransformerEngine is not usable (`found.Found`), neither
-it nor apex is, or always, because the installed version of Megatron or torch is the cause.
+"""Why a patch is applied on this machine: torch sees no GPU, TransformerEngine is not usable
+(`gpu_packages.GpuPackages`), neither it nor apex is, or always, because the installed version of Megatron or torch is
+the cause.
 """
 
 
@@ -108,7 +109,7 @@ def _uncompiled(model: Any = None, **_: Any) -> Any:
     return model if model is not None else lambda inner: inner
 
 
-def _install() -> tuple[Found, tuple[Patch, ...]]:
+def _install() -> tuple[GpuPackages, tuple[Patch, ...]]:
     if torch.version.cuda:
         # Megatron counts on communication being queued before the computation that hides it. CUDA reads this when it
         # starts, which the first package that asks a GPU for something makes it do.

@@ -404,7 +404,7 @@ def try_reward(
     and return the failed scores. Reward models and the environment are left out. Raises TrainingError as
     `refuse_failing_trial` does.
     """
-    functions = config.of_functions
+    functions = config.scored_by_functions
     if functions is None:
         return ()
     with Reward(functions, max_new_tokens=max_new_tokens) as reward:

@@ -34,7 +34,7 @@ from mcore_rl.config.optim import LoraConfig
 from mcore_rl.errors import CheckpointError
 from mcore_rl.megatron.agree import on_every_rank, on_rank_zero
 from mcore_rl.megatron.mesh import Mesh
-from mcore_rl.megatron.patches.found import writer_choice
+from mcore_rl.megatron.patches.gpu_packages import writer_choice
 from mcore_rl.metrics.attempts_file import NUMERICS
 from mcore_rl.model.build import unwrap
 from mcore_rl.storage.archives import FileRange, recorded_crc32

@@ -15,19 +15,19 @@ from mcore_rl.cli import doctor
 from mcore_rl.cli.node_check import UNFIT, Outcome, rounds, shared_memory_faults, unfit_links
 from mcore_rl.cli.node_check_rank import gpu_faults
 from mcore_rl.megatron.compiled import build_id, library_path
-from mcore_rl.megatron.patches.found import Found
+from mcore_rl.megatron.patches.gpu_packages import GpuPackages
 from mcore_rl.megatron.patches.table import INSTALLED
 from mcore_rl.workers.launcher import free_port
 
 KERNELS = ["grouped products of experts (torch)", "DeepEP dispatcher"]
 
 
-def found(**changes: object) -> Found:
+def found(**changes: object) -> GpuPackages:
     fields = {"has_cuda": True, "has_te": False, "has_apex": False, "unusable": {}} | changes
-    return Found(**fields)  # type: ignore[arg-type]
+    return GpuPackages(**fields)  # type: ignore[arg-type]
 
 
-def lacks(machine: Found, **kernels: bool) -> list[str]:
+def lacks(machine: GpuPackages, **kernels: bool) -> list[str]:
     there = dict.fromkeys(KERNELS, False) | kernels
     return [what for what, _ in doctor.missing(machine, there)]
 

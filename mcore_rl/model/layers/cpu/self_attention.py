@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mcore_rl.megatron.compiled import causal_attention, library
-from mcore_rl.megatron.patches.found import as_experts_entry
+from mcore_rl.megatron.patches.gpu_packages import as_experts_entry
 from mcore_rl.model.layers.attention import KeyValueCache, PackedParams, SDPAttention
 from mcore_rl.model.layers.cpu.experts import (
     CompiledExperts,

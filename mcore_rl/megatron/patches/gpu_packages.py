@@ -51,7 +51,7 @@ IMPORT_ERRORS = (ImportError, OSError, RuntimeError, AttributeError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class GpuPackages:
     """The hardware and packages that the choice of patches depends on, apart from Megatron's version."""
 
     has_cuda: bool
@@ -64,7 +64,7 @@ class Found:
     """For each package that is installed but hidden, the reason."""
 
 
-def find_packages() -> Found:
+def find_packages() -> GpuPackages:
     """Look for the packages, before Megatron is imported, and hide those that are installed but not usable."""
     has_cuda = torch.cuda.is_available()
     unusable = {}
@@ -76,7 +76,9 @@ def find_packages() -> Found:
             unusable[package] = reason
             _hide(package)
     usable = {name: importlib.util.find_spec(name) is not None for name in PACKAGES}
-    return Found(has_cuda=has_cuda, has_te=usable["transformer_engine"], has_apex=usable["apex"], unusable=unusable)
+    return GpuPackages(
+        has_cuda=has_cuda, has_te=usable["transformer_engine"], has_apex=usable["apex"], unusable=unusable
+    )
 
 
 def _import_error(package: str) -> str:
