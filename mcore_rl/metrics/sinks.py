@@ -1,6 +1,7 @@
 """Sinks of metrics and events: the console, metrics.jsonl, and the entries of log.sinks."""
 
 import time
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -312,28 +313,10 @@ def _short(number: float) -> str:
 
 
 COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
-    "train/loss_nats": ("loss", "{:.4f}".format),
-    "pairs/loss": ("loss", "{:.4f}".format),
-    "pairs/accuracy": ("accuracy", "{:.3f}".format),
-    "reward/mean": ("reward", "{:.3f}".format),
-    "reward/accuracy": ("accuracy", "{:.3f}".format),
-    "rollout/completion_tokens": ("length", "{:.1f}".format),
-    "policy/entropy_nats": ("entropy", "{:.3f}".format),
-    "policy/kl_old_nats": ("KL old", "{:.2e}".format),
-    "mtp/loss_nats": ("mtp loss", "{:.4f}".format),
-    "train/lr": ("lr", "{:.2e}".format),
-    "train/grad_norm": ("grad norm", "{:.3f}".format),
-    "train/tokens_per_s_per_rank": ("tokens/s/rank", _short),
-    "train/mfu": ("MFU", "{:.1%}".format),
-    "moe/load_max_over_mean": ("load max/mean", "{:.2f}".format),
-    "eval/loss_nats": ("eval loss", "{:.4f}".format),
-    "eval/pairs/loss": ("eval loss", "{:.4f}".format),
-    "eval/pairs/accuracy": ("eval accuracy", "{:.3f}".format),
-    "eval/perplexity": ("perplexity", "{:.2f}".format),
-    "eval/accuracy": ("eval accuracy", "{:.3f}".format),
-    "eval/reward": ("eval reward", "{:.3f}".format),
-    "test/loss_nats": ("test loss", "{:.4f}".format),
-    "test/perplexity": ("perplexity", "{:.2f}".format),
+    name: (label, _short if spec == "short" else f"{{:{spec}}}".format)
+    for name, (label, spec) in tomllib.loads(
+        Path(__file__).with_name("console.toml").read_text(encoding="utf-8")
+    ).items()
 }
 """Metrics that the console shows, in this order: metric -> label, format."""
 LIVE = frozenset({"train/loss_nats", "pairs/loss", "reward/mean", "eval/accuracy", "train/tokens_per_s_per_rank"})
