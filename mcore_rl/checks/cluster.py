@@ -116,6 +116,7 @@ def seconds_of(time: str) -> int | None:
         return None
     days, *rest = match.groups()
     parts = [int(part) for part in rest if part is not None]
+    # Without days one number is minutes, and two are minutes and seconds; with days the first is hours.
     if days is None and len(parts) < 3:
         parts.insert(0, 0)
     hours, minutes, seconds = (*parts, 0, 0)[:3]

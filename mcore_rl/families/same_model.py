@@ -49,6 +49,7 @@ def _in_use(model: ModelConfig, family: Family) -> dict[str, Any]:
         f"model.{name}": "on" if is_on else "off" for name, is_on in switches.items()
     }
     settings["model.moe.shared_ffn_hidden_size"] = each
+    # A factor of 1 scales nothing, whatever the kind of scaling is called.
     if model.rope.factor == 1:
         settings["model.rope.scaling"] = "none"
     unused = {f"model.{name}" for name in (*TRAINING_ONLY, *_unused(model, family))}

@@ -95,6 +95,7 @@ def text_config(config: HfConfig) -> HfConfig:
         needed(config, "tie_word_embeddings")
     check_types(inner, {"rope_parameters": OBJECT, "rope_scaling": OBJECT})
     defaults = dict(shell.defaults)
+    # A theta among the rotary settings would contradict the default of the class beside them.
     if any("rope_theta" in (inner.get(name) or {}) for name in ("rope_parameters", "rope_scaling")):
         defaults.pop("rope_theta", None)
     return {**defaults, **inner, **shell.fixed, "model_type": shell.text_types[kind], "tie_word_embeddings": tied}

@@ -118,6 +118,7 @@ def status_of(run: Path, submission: Submission, queued: Mapping[str, slurm.Queu
     is_element = submission.array and run.name.isdecimal()
     name = f"{submission.job}_{run.name}" if is_element else submission.job
     job = None if queued is None else queued.get(name) or slurm.ended(name)
+    # Records come newest first.
     newest = max((_number(entry, "time") or 0 for entry in metrics[:1] + attempts[:1]), default=0)
     reason = done(run) or (_why(job, attempts, queued) if attempts else _stage_before(submission, job, queued))
     # Faults that the last start passed over, such as a damaged checkpoint, which its log has too; and what the log says

@@ -127,6 +127,7 @@ def tail(path: Path, num_bytes: int) -> Iterator[dict[str, object]]:
             lines = file.read().splitlines()
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return
+    # The first line is cut off, unless it is the file's first.
     for line in reversed(lines[1:] if start else lines):
         try:
             found = json.loads(line)

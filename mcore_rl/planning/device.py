@@ -65,6 +65,7 @@ def known_device(cuda_name: str) -> Device | None:
     fits = [name for name in DEVICES if set(name.split()) <= words]
     if not fits or "MIG" in words:
         return None
+    # "H100 NVL" has the words of "H100" too.
     return DEVICES[max(fits, key=lambda name: len(name.split()))]
 
 

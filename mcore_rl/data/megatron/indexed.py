@@ -358,6 +358,7 @@ def _token_bounds(config: DataConfig, index: IndexFile) -> tuple[int, int, int, 
 
 
 def _evaluated(wanted: int, at_once: int, blend: DatasetBlend, tokens: dict[str, int], seq_length: int) -> int:
+    # The last token of a dataset is a label only.
     sequences = {prefix: max(0, tokens[prefix] - 1) // seq_length for prefix in blend.prefixes}
     if len(sequences) == 1:
         return min(wanted, sum(sequences.values()) // at_once * at_once)
