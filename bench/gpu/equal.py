@@ -31,7 +31,7 @@ from mcore_rl.data.batch import Microbatch, PackedSpans
 from mcore_rl.megatron import platform
 from mcore_rl.megatron.kernels import Bounds, attend_packed, has_kernel, kernel_takes
 from mcore_rl.megatron.mesh import build_mesh, destroy_mesh
-from mcore_rl.megatron.patches.found import has_module
+from mcore_rl.megatron.patches.gpu_packages import has_module
 from mcore_rl.model.build import build_model, copy_in, local_shards
 from mcore_rl.model.inputs import localize
 from mcore_rl.model.layers.experts import HAS_GROUPED_MM

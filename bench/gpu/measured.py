@@ -23,7 +23,7 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.megatron import platform
 from mcore_rl.megatron.mesh import destroy_mesh
-from mcore_rl.megatron.patches.found import has_module
+from mcore_rl.megatron.patches.gpu_packages import has_module
 from mcore_rl.metrics.performance import known_peak_tflops, measured_peak_flops
 from mcore_rl.model.build import build_model
 from mcore_rl.model.hf_stream import WeightStream
