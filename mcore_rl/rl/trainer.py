@@ -54,10 +54,10 @@ class RlTrainer(Trainer):
         if is_done and self.state.platform.rank == 0 and (found := verdict(self.step_log.records())):
             self.log.message(found.line)
 
-    def _train(self) -> None:
+    def _run_steps(self) -> None:
         if self.state.progress.step == 0 and self.config.train.eval_interval:
             self._pause_to_evaluate(is_last=False)
-        super()._train()
+        super()._run_steps()
 
     def _step(self) -> None:
         """Run a rollout batch: generate and score completions, learn from them, and give the engine the new weights."""

@@ -198,14 +198,14 @@ class Trainer(ABC):
         wait for servers; save in both cases.
         """
         with suppress(StoppedError):
-            self._train()
+            self._run_steps()
             return
         # All ranks are here. What was interrupted is made again by the next start.
         step, reason = self.state.progress.step, self.stop_reason()
         self.log.message(f"stopping after step {step}, in a wait for servers: {reason}")
         self._save_last()  # not while an error is handled: the process that writes would take it for its own
 
-    def _train(self) -> None:
+    def _run_steps(self) -> None:
         progress, train = self.state.progress, self.state.config.train
         with self._garbage:
             while progress.step < train.steps:
