@@ -54,6 +54,8 @@ them."""
 class SharedServer:
     """Bytes of an inference server on each of the trainer's GPUs that it shares (rl.engine.share_gpus)."""
 
+    gpus: int
+    """Number of GPUs of the server."""
     weights: int
     bucket: int
     """The largest bucket of a push."""
@@ -86,6 +88,7 @@ def shared_server(training: Training) -> SharedServer | None:
     layers = (layer_weights(model, MeshConfig(), kind).total for kind in model.all_kinds)
     token = 2 * model.num_layers * max(1, model.num_kv_heads // parts) * model.head_dim * element
     return SharedServer(
+        gpus=parts,
         weights=whole.bytes(element) // parts,
         bucket=max(*layers, model.padded_vocab_size * model.hidden_size) * element,
         token=token,

@@ -190,7 +190,7 @@ def servers_text(plan: Estimate, memory: Memory, server: SharedServer) -> str:
         )
     rest = SERVER_REST_BYTES / GIB
     return (
-        f"servers on the same GPUs, each on {plan.training.rollouts.engine.tensor_parallel}: push "
+        f"servers on the same GPUs, each on {server.gpus}: push "
         f"{_gib(phases['push'])} GiB, generate {_gib(generate)}{text}; asleep {rest:g}"
     )
 
