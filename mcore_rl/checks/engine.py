@@ -75,7 +75,11 @@ def _shared(engine: ServedConfig, config: RlRunConfig, world_size: int) -> Itera
     yield from unused(
         "rl.engine",
         engine,
-        (True, "count urls devices api_key_env ca_file", f"{wanted}: the run starts servers on the GPUs of its ranks"),
+        (
+            True,
+            "count urls servers_dir devices api_key_env ca_file",
+            f"{wanted}: the run starts servers on the GPUs of its ranks",
+        ),
     )
     if world_size % size:
         yield (
@@ -113,12 +117,12 @@ def _shared(engine: ServedConfig, config: RlRunConfig, world_size: int) -> Itera
 def _places(engine: ServedConfig, device: str) -> Iterator[str]:
     """Check where the servers are that have GPUs of their own."""
     total = engine.count or len(engine.urls)
-    if bool(engine.count) == bool(engine.urls):
+    if bool(engine.count) == bool(engine.urls or engine.servers_dir):
         yield (
             f"rl.engine.count={engine.count} with rl.engine.urls={toml_value(list(engine.urls))}: the servers of "
             f'rl.engine.kind="{engine.kind}" are either started by the run or there already. Set one of the two.'
         )
-    elif engine.min_servers > total:
+    elif engine.min_servers > total and engine.servers_dir is None:
         yield f"rl.engine.min_servers={engine.min_servers} of {total} servers. Lower it."
     for url in engine.urls:
         try:

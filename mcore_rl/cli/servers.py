@@ -25,7 +25,14 @@ from mcore_rl.model.build import local_shards
 from mcore_rl.programs.inputs import load_model
 from mcore_rl.rl.engines.probe import FEWEST_EXPERT_TOKENS, Probe, ProbeDifference, ProbeReference, difference_of
 from mcore_rl.rl.engines.server_api import server_apis
-from mcore_rl.rl.engines.server_process import ServerProcess, replacement_request, server_command, servers_folder
+from mcore_rl.rl.engines.server_process import (
+    ServerProcess,
+    register,
+    registration,
+    replacement_request,
+    server_command,
+    servers_folder,
+)
 from mcore_rl.storage.checkpoint import find_checkpoint, path_of_step, saved_steps
 from mcore_rl.storage.folders import read_run, stored_lora
 from mcore_rl.storage.run_config import load_run_config
@@ -34,6 +41,8 @@ from mcore_rl.workers.rank_guard import rank_guard
 GPU_DEVICE = Path("/dev/nvidiactl")
 EVERYWHERE = "0.0.0.0"
 LOOK_S = 1.0
+BEAT_S = 10.0
+"""Seconds between two entries in rl.engine.servers_dir."""
 QUICK_S = 60.0
 """A server that exits sooner than this after its start counts as failed to start."""
 MAX_QUICK_ENDS = 5
@@ -86,22 +95,34 @@ def serve(args: argparse.Namespace) -> int:
                 )
             )
             _write(f"{servers[-1].url}: started, its output is in {servers[-1].log}")
-        return _watch(folder, servers)
+        return _watch(folder, servers, engine.servers_dir)
     except StopRequested:
         return 0
     finally:
+        # First: no run sends them further requests, and what they have in progress is asked of others.
+        for server in servers:
+            if engine.servers_dir is not None:
+                registration(engine.servers_dir, _address(server)).unlink(missing_ok=True)
         for server in servers:
             server.close()
 
 
-def _watch(folder: Path, servers: list[ServerProcess]) -> int:
+def _address(server: ServerProcess) -> str:
+    """Return a server's address for other machines."""
+    return f"http://{socket.gethostname()}:{server.url.rsplit(':', 1)[1]}"
+
+
+def _watch(folder: Path, servers: list[ServerProcess], servers_dir: str | None) -> int:
     quick_ends = dict.fromkeys(range(len(servers)), 0)
-    since_s = time.time()
+    since_s, beat_s = time.time(), -BEAT_S
     while True:
         time.sleep(LOOK_S)
+        if servers_dir is not None and time.monotonic() > beat_s + BEAT_S:
+            beat_s = time.monotonic()
+            for server in servers:
+                register(servers_dir, _address(server))
         for index, server in enumerate(servers):
-            port = server.url.rsplit(":", 1)[1]
-            request = replacement_request(folder, f"http://{socket.gethostname()}:{port}")
+            request = replacement_request(folder, _address(server))
             if not server.is_alive:
                 quick_ends[index] = quick_ends[index] + 1 if server.age_s < QUICK_S else 1
                 if quick_ends[index] >= MAX_QUICK_ENDS:

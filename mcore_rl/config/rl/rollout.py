@@ -297,6 +297,9 @@ class ServersConfig(EngineConfig):
     """Number of servers that the run starts on the machine of its first rank, and ends with itself."""
     urls: tuple[str, ...] = ()
     """Addresses of servers that are already running, such as http://node7:8000, instead of `count`."""
+    servers_dir: Text | None = None
+    """Folder in which servers come and go during the run, in addition to `urls`: `mcore-rl serve` with the same field
+    keeps a file for each of its servers there; `none`: only the servers of `urls`."""
     command: tuple[str, ...] = ()
     """Program that starts a server, with its first arguments, such as ["venv-vllm/bin/python", "-m",
     "vllm.entrypoints.openai.api_server"]; an empty list: the module of vLLM or SGLang in the Python of this run."""

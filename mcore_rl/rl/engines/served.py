@@ -3,13 +3,13 @@
 import itertools
 import secrets
 import time
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from threading import Condition, Thread
 from typing import Self
@@ -42,6 +42,7 @@ from mcore_rl.rl.engines.server_api import (
 )
 from mcore_rl.rl.engines.server_process import (
     ServerFleet,
+    known_servers,
     served_length,
     server_command,
     servers_folder,
@@ -391,6 +392,9 @@ class ServedEngine:
             with state.lock:
                 if state.lock.wait_for(lambda: state.is_closed, LOOK_S):
                     return
+            if self._config.servers_dir is not None:
+                self._drop(set(known_servers(self._config)))
+            with state.lock:
                 # An update occupies the thread that answers.
                 urls = set() if state.is_updating else set(state.open_requests.values())
             with ThreadPoolExecutor(max(1, len(urls))) as pool:
@@ -400,15 +404,29 @@ class ServedEngine:
                 if silent[url] >= MOST_SILENT:
                     self._api_at(url).cut()
 
+    def _drop(self, known: Set[str]) -> None:
+        """Send no further requests to servers that are not `known` any more; those in progress go on."""
+        state = self._state
+        with state.lock:
+            left = [url for url in state.living if url not in known]
+            state.living = tuple(url for url in state.living if url in known)
+            state.lost |= dict.fromkeys(left, "it has left rl.engine.servers_dir")
+        for url in left:
+            if self._message is not None:
+                self._message(f"{url} has left; {len(state.living)} servers are there")
+
     def _server_for(self, prompt: Prompt, num_requests: int) -> str:
         """Choose a problem's server, always the same for its prefix cache, unless that is much busier than the rest."""
         state = self._state
         with state.lock:
             if not state.living:
                 raise EngineError(_no_server(state.lost))
-            preferred = state.living[zlib.crc32(prompt.problem.problem_id.encode()) % len(state.living)]
+            # The largest hash: a server that comes or goes moves no other server's prompts.
+            name = prompt.problem.problem_id
+            preferred = max(state.living, key=lambda url: blake2b(f"{name} {url}".encode(), digest_size=8).digest())
             total = sum(state.running[url] for url in state.living) + num_requests
-            if state.running[preferred] + num_requests > SHARE * total / len(state.living) + num_requests / 2:
+            most = SHARE * total / len(state.living) + num_requests / 2
+            if state.running[preferred] and state.running[preferred] + num_requests > most:
                 preferred = min(state.living, key=lambda url: state.running[url])
             state.running[preferred] += num_requests
             return preferred

@@ -431,9 +431,10 @@ class ServerApi(ABC):
         numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdecimal())
         if not first <= numbers < beyond:
             dotted = [".".join(map(str, bound)) for bound in self.TRIED]
+            newer = ", newer than the table of its protocol (rl/engines/protocol.py)" if numbers >= beyond else ""
             raise EngineError(
-                f"{self.url} is {self.KIND} {version}; tried are versions from {dotted[0]} to below {dotted[1]}. "
-                "Install one of these."
+                f"{self.url} is {self.KIND} {version}{newer}; tried are versions from {dotted[0]} to below "
+                f"{dotted[1]}. Install one of these."
             )
 
     def _told(self, step: str, name: str) -> Any:

@@ -308,6 +308,34 @@ def replacement_request(folder: Path, url: str) -> Path:
     return folder / "replace" / f"{parts.hostname}_{parts.port}"
 
 
+SILENT_S = 60.0
+"""Seconds after which a server of rl.engine.servers_dir that has not renewed its entry has left."""
+
+
+def registration(folder: str, url: str) -> Path:
+    """Return the entry of a server in rl.engine.servers_dir, which is there and renewed as long as it may be asked."""
+    parts = urlsplit(url)
+    return Path(folder) / f"{parts.hostname}_{parts.port}.json"
+
+
+def register(folder: str, url: str) -> None:
+    """Write or renew the entry of a server."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    write_atomically(registration(folder, url), json.dumps({"url": url}) + "\n")
+
+
+def known_servers(engine: ServedConfig) -> list[str]:
+    """Return the addresses of servers that the run does not start: those of `urls`, and those in `servers_dir` now. The
+    clocks of the machines have to agree within seconds.
+    """
+    found = dict.fromkeys(engine.urls)
+    for entry in sorted(Path(engine.servers_dir).glob("*.json")) if engine.servers_dir else ():
+        with suppress(FileNotFoundError):  # it leaves at this moment
+            if time.time() - entry.stat().st_mtime < SILENT_S:
+                found[json.loads(entry.read_text(encoding="utf-8"))["url"]] = None
+    return list(found)
+
+
 def write_status(folder: Path, urls: Sequence[str], living: Sequence[str], version: int) -> None:
     """Write the status file for `mcore-rl jobs`: of the servers `urls`, the `living` have the weights of `version`."""
     status = {"version": version, "servers": [{"url": url, "is_serving": url in living} for url in urls]}
@@ -332,22 +360,31 @@ class ServerFleet:
     """Function that raises StoppedError if the run is to stop; it is called while servers are waited for."""
     _failed: set[str] = field(default_factory=set)
     """Servers that have failed since they were entered."""
+    _met: set[str] = field(default_factory=set)
+    """Servers that have been entered."""
     _is_open: bool = False
 
+    @property
+    def urls(self) -> list[str]:
+        """Addresses of the servers that there are now."""
+        return [process.url for process in self.processes] or known_servers(self.config)
+
     def ready(self) -> list[str]:
-        """Return the addresses of this run's servers that answer. The first call waits for all, later calls for
-        `min_servers`. Raises EngineError if too few answer in time, a server ended before it ever answered, or cannot
-        be used.
+        """Return the addresses of this run's servers that answer. The first call waits for all that are named or
+        started, later calls for `min_servers`. Raises EngineError if too few answer in time, a server ended before it
+        ever answered, or cannot be used.
         """
         if not self._is_open and self.start is not None:
             self.processes = [self.start(index) for index in range(self.config.count)]
         total = len(self.processes) or len(self.config.urls)
         wanted = min(self.config.min_servers, total) if self._is_open else total
+        if self.config.servers_dir is not None:
+            wanted = self.config.min_servers
         deadline = time.monotonic() + self.config.start_timeout_s
         while True:
             self.refuse_stop()
             self._look_at_processes()
-            urls = [process.url for process in self.processes] or list(self.config.urls)
+            urls = self.urls
             ready = [url for url in urls if self.api_at(url).is_healthy()]
             if len(ready) >= wanted:
                 break
@@ -376,8 +413,7 @@ class ServerFleet:
 
     def write_status(self, living: Sequence[str], version: int) -> None:
         """Write the status file: the servers that have the weights of `version`."""
-        urls = [process.url for process in self.processes] or list(self.config.urls)
-        write_status(self.folder, urls, living, version)
+        write_status(self.folder, self.urls, living, version)
 
     def close(self) -> None:
         """End the servers that this process started."""
@@ -393,9 +429,10 @@ class ServerFleet:
                 if api.owner is not None and api.is_ours(api.owner):
                     api.name_weights(f"v{version}" if url in living else "default")
 
-        pool = ThreadPoolExecutor(len(self.config.urls) or 1)
-        wait([pool.submit(release, url) for url in self.config.urls], RELEASE_S)
-        for url in self.config.urls:
+        urls = [] if self.processes else self.urls
+        pool = ThreadPoolExecutor(len(urls) or 1)
+        wait([pool.submit(release, url) for url in urls], RELEASE_S)
+        for url in urls:
             self.api_at(url).cut()
         pool.shutdown()
 
@@ -424,11 +461,12 @@ class ServerFleet:
         api = self.api_at(url)
         assert api.owner is not None
         try:
-            if not api.is_ours(api.owner, is_first=not self._is_open) or url in self._failed:
+            if not api.is_ours(api.owner, is_first=url not in self._met) or url in self._failed:
                 api.refuse_untried()
                 api.undo_update()
                 api.name_weights(api.owner.version(None))
                 self._failed.discard(url)
+            self._met.add(url)
         except ServerError as error:
             if not self._is_open:
                 advice = "" if isinstance(error, TakenError) else ". Start the server anew"

@@ -21,7 +21,7 @@ from mcore_rl.megatron.mesh import build_mesh, destroy_mesh, seed_ranks
 from mcore_rl.model.build import build_model, local_shards
 from mcore_rl.rl.engines.probe import probe_sequences
 from mcore_rl.rl.engines.server_api import HttpClient, ServerError
-from mcore_rl.rl.engines.server_process import replacement_request
+from mcore_rl.rl.engines.server_process import registration, replacement_request
 from mcore_rl.storage.checkpoints.write import save_weights
 from mcore_rl.workers.launcher import free_port
 from tests.fake_server import FakeServer, TableAnswers
@@ -174,9 +174,12 @@ def test_servers_that_end_or_lack_the_weights_are_started_anew_and_all_end_with_
         except ServerError:
             return False
 
-    process = RunningCommand(["serve", config_file(tmp_path), "--port", port], tmp_path / "output")
+    joined, url = str(tmp_path / "joined"), f"http://{socket.gethostname()}:{port}"
+    words = ["serve", config_file(tmp_path), "--port", port, f"rl.engine.servers_dir={joined}"]
+    process = RunningCommand(words, tmp_path / "output")
     try:
         wait_for(answers)
+        wait_for(registration(joined, url).exists)
         fake = next(p for p in psutil.Process(process.pid).children(recursive=True) if p.cmdline()[1:2] == [FAKE])
         fake.kill()
         wait_for(lambda: "started anew, as it has ended" in process.text)
@@ -190,6 +193,7 @@ def test_servers_that_end_or_lack_the_weights_are_started_anew_and_all_end_with_
         process.send_signal(signal.SIGTERM)
         assert process.wait() == 0
         assert not psutil.wait_procs(children, timeout=120)[1]
+        assert not registration(joined, url).exists()
         assert "started with --served-model-name policy" in next(tmp_path.glob("run/servers/*.log")).read_text()
     finally:
         process.kill()

@@ -1,5 +1,6 @@
 """The served engine on one rank: the contract, the native engine's completions, and what it does when servers fail."""
 
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ from mcore_rl.model.adapters import add_adapters
 from mcore_rl.rl.engines.base import Capabilities, Sampling
 from mcore_rl.rl.engines.served import ServedEngine
 from mcore_rl.rl.engines.server_api import HttpClient, Owner, ServerApi
-from mcore_rl.rl.engines.server_process import ServerFleet
+from mcore_rl.rl.engines.server_process import SILENT_S, ServerFleet, known_servers, register, registration
 from mcore_rl.rl.engines.sglang_api import SglangApi
 from mcore_rl.rl.engines.vllm_api import VllmApi
 from mcore_rl.rl.sampling import Cut
@@ -423,7 +424,10 @@ def test_versions_that_were_not_tried_are_refused(kind: str, version: str) -> No
             api = SglangApi(
                 HttpClient(server.url), vocab_size=8, experts_per_token=2, request_timeout_s=5, update_timeout_s=5
             )  # type: ignore[assignment]
-        with pytest.raises(EngineError, match=rf"is {kind} {version.replace('+', '.')}; tried are versions from"):
+        newer = "" if version == "0.31.9" else ", newer than the table of its protocol .*"
+        with pytest.raises(
+            EngineError, match=rf"is {kind} {version.replace('+', '.')}{newer}; tried are versions from"
+        ):
             api.refuse_untried()
 
 
@@ -459,3 +463,57 @@ def test_a_server_that_another_run_takes_is_lost_at_its_next_answer(one_rank: Me
         with pytest.raises(EngineError, match=r"0 of 1 servers .* belongs to the run /runs/b"):
             ours.engine.update_weights(1)
         assert {server.version for server in ours.servers} == {others}, "and is not updated any more"
+
+
+def test_a_server_joins_with_the_next_update_and_one_that_leaves_keeps_no_prompt_of_its_own(
+    one_rank: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newcomer is asked nothing before it has weights and the probe has proved them; whoever leaves is asked
+    nothing more, and moves no prompt from one of the others to another.
+    """
+    monkeypatch.setattr("mcore_rl.rl.engines.served.LOOK_S", 0.05)
+    folder, theirs = str(tmp_path / "joined"), oracle("qwen3_moe")
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in theirs.tensors.items()}
+    answers = ModelAnswers(loaded(theirs.ours, zeros, one_rank), one_rank, theirs.ours, zeros)
+    lines: list[str] = []
+    with (
+        served(one_rank, tmp_path, servers_dir=folder) as ours,
+        FakeServer(answers, logprobs_mode="processed_logprobs") as late,
+    ):
+        ours.engine.listen(lines.append)
+        servers = [*ours.servers, late]
+
+        def placed() -> list[FakeServer]:
+            """The server that each of some prompts is asked of, one prompt at a time."""
+            found = []
+            for number in range(18):
+                before = [len(server.rollouts()) for server in servers]
+                ours.engine.generate([prompt_of((1, number), f"p{number}")], EIGHT, [[number]])
+                (asked,) = [one for one, count in zip(servers, before, strict=True) if len(one.rollouts()) > count]
+                found.append(asked)
+            return found
+
+        register(folder, late.url)
+        first = placed()
+        assert late.calls == []
+        ours.engine.update_weights(1)
+        assert late.version.startswith("v1-") and late.rollouts() == []
+        second = placed()
+        assert 0 < second.count(late) < 18
+        assert all(one is late or one is other for one, other in zip(second, first, strict=True))
+        registration(folder, late.url).unlink()
+        deadline = time.monotonic() + 30
+        while not lines:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert lines == [f"{late.url} has left; 2 servers are there"]
+        assert placed() == first
+
+
+def test_an_entry_that_is_not_renewed_names_a_server_that_has_left(tmp_path: Path) -> None:
+    engine = engine_config(kind="vllm", urls=("http://a:1",), servers_dir=str(tmp_path))
+    register(str(tmp_path), "http://b:2")
+    assert known_servers(engine) == ["http://a:1", "http://b:2"]
+    long_ago_s = time.time() - SILENT_S - 1
+    os.utime(registration(str(tmp_path), "http://b:2"), (long_ago_s, long_ago_s))
+    assert known_servers(engine) == ["http://a:1"]

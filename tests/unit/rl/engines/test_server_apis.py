@@ -130,6 +130,16 @@ def test_a_server_sleeps_and_wakes_by_the_calls_of_the_table_time_and_again(serv
         assert api.generate((5,), SAMPLING, 1, salt="v3", request_id="a").finish == "length"
 
 
+def test_a_server_of_adapters_keeps_its_base_while_it_sleeps_and_answers_without_a_push(server: FakeServer) -> None:
+    api, server.keeps_weights = api_of(server), True
+    api.sleep(keeps_weights=True)
+    api.pause()
+    api.load_adapter("policy-1", "/adapters")
+    api.resume()
+    made = api.generate((5,), SAMPLING, 1, salt="v3", request_id="a", adapter="policy-1")
+    assert made.finish == "length" and not server.state
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_slip_in_the_cycle_of_a_sleeping_server_is_a_misuse_of_the_fake(kind: str) -> None:
     """So that a client which makes it fails its test: the laws of the table."""
