@@ -41,6 +41,9 @@ class LocalShard:
     """View of the parameter or buffer: writing to it changes the model."""
     is_main: bool
     """True on exactly one rank among those with a copy of the region."""
+    copy: int | None = None
+    """Index of the data-parallel copy, the same for all shards of a rank's layer; None: on a rank whose tensor- or
+    pipeline-parallel peer has the region too, and comes before it."""
 
 
 def local_shards(chunks: Sequence[nn.Module]) -> Iterator[LocalShard]:
@@ -57,6 +60,7 @@ def local_shards(chunks: Sequence[nn.Module]) -> Iterator[LocalShard]:
                 global_shape=tuple(tensor.global_shape),
                 data=tensor.data,
                 is_main=is_main_replica(tensor.replica_id),
+                copy=None if any(tensor.replica_id[:-1]) else tensor.replica_id[-1],
             )
 
 

@@ -91,7 +91,7 @@ class _Piece:
 
 class WeightStream:
     """The weights of a model in memory as Hugging Face tensors, in buckets, as often as they are iterated: on one rank,
-    or each tensor on the first rank that has a part of it, so that experts are not sent.
+    or each tensor on a rank that has a part of it, so that experts are not sent.
 
     Which rank sends which part of which tensor is planned once, by all ranks together. A rank plans what it sends
     and receives itself, as both sides follow the same rules. The time of the plan grows with the number of tensors,
@@ -111,12 +111,13 @@ class WeightStream:
             chunks: This rank's chunks of the model, wrapped or not.
             mesh: The model's mesh.
             model: The model's config.
-            to_rank: World rank that gathers the tensors; None: of each tensor the first rank that has a part of it.
+            to_rank: World rank that gathers the tensors; None: each is gathered by the first rank that has a part of
+                it, in a data-parallel copy of the model that its layer chooses.
 
         Raises:
             CheckpointError: on all ranks, if the modules do not have the tensors that the family's rules describe.
         """
-        self._chunks, self._mesh = chunks, mesh
+        self._chunks, self._mesh, self._to_rank = chunks, mesh, to_rank
         self._key = on_rank_zero(lambda: secrets.token_hex(4))
         self._rank = rank = mesh.world.rank
         own = [_held(shard) for shard in self._shards()]
@@ -125,14 +126,18 @@ class WeightStream:
         told = gathered_on(to_rank or 0, own or None)
         if to_rank is None:
             told = on_rank_zero(partial(list, told))
-        # Tensors that this rank has a part of: other parts are in shards of the same layer, or of the same expert.
-        shared = {_lead(shard, copies) for shard in own}
-        near = rank == to_rank
-        held = {
-            owner: {i: one for i, one in enumerate(shards or ()) if near or _lead(one, copies) in shared}
-            for owner, shards in enumerate(told)
-        } | {rank: dict(enumerate(own))}
-        pieces = {owner: _pieces(copies, shards) for owner, shards in held.items() if shards}
+        pieces = {rank: _pieces(copies, dict(enumerate(own)))}
+        # Of other ranks' shards only those are looked at that may have parts of this rank's tensors.
+        near = {
+            (key, tuple(axis.start for axis in copy.into[: found.num_lead]))
+            for key, found in copies.items()
+            for copy in found
+            if rank == to_rank or copy.source in pieces[rank]
+        }
+        for holder, shards in enumerate(told):
+            if shards and holder != rank:
+                held = {i: one for i, one in enumerate(shards) if not near.isdisjoint(_places(one, copies))}
+                pieces[holder] = _pieces(copies, held)
         originals = {name: name for name in weights.hf_shapes} | {copy.name: copy.original for copy in weights.copies}
         self._buckets: dict[str, list[str]] = {}
         """Names of the tensors in each bucket."""
@@ -206,7 +211,17 @@ class WeightStream:
 
     def _shards(self) -> list[LocalShard]:
         """Return this rank's shards, always in the same order; their memory may be another one after each step."""
-        return [shard for shard in local_shards(self._chunks) if shard.is_main and not shard.key.startswith(MTP)]
+        return [one for one in local_shards(self._chunks) if self._is_taken(one) and not one.key.startswith(MTP)]
+
+    def _is_taken(self, shard: LocalShard) -> bool:
+        """Return whether a shard is taken from this rank, and from no other with a copy. Where all ranks gather, the
+        copies take turns by layer, so that all nodes take part.
+        """
+        layer = shard.where[0] if shard.where else 0
+        if self._to_rank is not None or not isinstance(layer, int):
+            return shard.is_main
+        copies = self._mesh.expert_dp if ".experts." in shard.key else self._mesh.dp_cp
+        return shard.copy == layer % copies.size
 
     @torch.no_grad()
     def _send(self, owner: int, message: Sequence[tuple[str, _Piece]], shards: Mapping[int, LocalShard]) -> None:
@@ -257,9 +272,10 @@ def dtype_of(pieces: Mapping[int, Sequence[_Piece]]) -> torch.dtype:
     return next(iter(pieces.values()))[0].dtype
 
 
-def _lead(shard: _Held, copies: Mapping[str, Copies]) -> tuple[str, Region]:
-    """Return the part of Megatron's tensor that shards of the same Hugging Face tensors have in common."""
-    return shard.key, shard.where[: copies.get(shard.key, Copies()).num_lead]
+def _places(shard: _Held, copies: Mapping[str, Copies]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the layers, and experts, of Megatron's tensor that a shard has a part of."""
+    lead = shard.where[: copies.get(shard.key, Copies()).num_lead]
+    return ((shard.key, place) for place in itertools.product(*(range(axis.start, axis.stop) for axis in lead)))
 
 
 def _pieces(copies: Mapping[str, Copies], shards: Mapping[int, _Held]) -> dict[str, list[_Piece]]:

@@ -204,8 +204,12 @@ class TransformersAnswers(TableAnswers):
         self.tensors: dict[str, Tensor] = {}
         self.files: dict[str, set[str]] = {}
         """Names of the files of each bucket."""
+        self.folders: set[Path] = set()
 
     def load(self, update: Mapping[str, Any]) -> None:
+        (folder,) = {Path(file["path"]).parent for file in update["files"]}
+        assert folder not in self.folders, "servers take whole modules: all files of a layer come in one call"
+        self.folders.add(folder)
         for file in update["files"]:
             path = Path(file["path"])
             assert crc32_of(path) == file.get("crc32", crc32_of(path))
@@ -258,16 +262,18 @@ def test_a_trainer_that_is_cut_in_every_way_gives_two_servers_its_weights_with_t
     layer = sum(one.nbytes for name, one in theirs.tensors.items() if name.startswith("model.layers.0."))
     assert report.largest_bucket_bytes == layer
     assert report.num_bytes > 4 * layer
-    # One rank of each stage has what is not of experts, two have experts, and copies of these write nothing.
-    assert {bucket: answers[0].files[f"model.layers.{layer}"] for bucket, layer in (("first", 0), ("last", 3))} == {
-        "first": {"0", "1"},
-        "last": {"4", "5"},
-    }
+    # One rank of each stage has what is not of experts, two have experts; the copies of these take turns by layer.
+    assert [answers[0].files[f"model.layers.{layer}"] for layer in range(4)] == [
+        {"0", "1"},
+        {"2", "3"},
+        {"4", "5"},
+        {"6", "7"},
+    ]
     # A rank writes its part of a layer while it gathers the next; messages on their way come on top: one and its copy.
     experts = sum(one.nbytes for name, one in theirs.tensors.items() if name.startswith("model.layers.0.mlp.experts"))
-    most = {rank: 2 * (layer - experts // 2) if rank in (0, 4) else experts for rank in range(8)}
     for rank, (_, found, _) in enumerate(ranks):
-        assert found <= (most[rank] if rank in (0, 1, 4, 5) else 0) + 2 * MESSAGE_BYTES
+        part = layer - experts // 2 if rank % 2 == 0 else experts // 2
+        assert found <= 2 * part + 2 * MESSAGE_BYTES, rank
     sequences = torch.tensor(probe_sequences(96, VOCAB))
     with torch.no_grad():
         read = theirs.model(sequences, output_router_logits=True)
@@ -329,6 +335,24 @@ def test_many_ranks_gather_the_same_bits_as_one_and_send_no_experts(case: str) -
         assert ranks[rank - 1][2] == 0 and 0 < ranks[rank][2] <= dense // 2
     if theirs.ours.is_moe:
         assert all(any(".mlp.experts." in name for name in found) for found in parts)
+
+
+@pytest.mark.parametrize("case", ["qwen3_moe", "gpt_oss", "qwen3"])
+def test_copies_of_the_model_take_turns_by_layer_so_that_every_rank_gathers(case: str) -> None:
+    theirs = oracle(case, num_hidden_layers=4)
+    mesh = MeshConfig(ep=2 if theirs.ours.is_moe else 1, dp=4)
+    config = RlRunConfig.model_validate({"model": theirs.ours, "mesh": mesh, "rl": {"engine": {"kind": "native"}}})
+    ranks = run_ranks(streamed_by_one_and_by_all, 4, config, theirs.tensors)
+    whole, parts = ranks[0][0], [found for _, found, _, _ in ranks]
+    assert sum(map(len, parts)) == len(whole)
+    for rank, found in enumerate(parts):
+        assert all(torch.equal(tensor, whole[name]) for name, tensor in found.items())
+        norms = [name for name in found if name.endswith(".input_layernorm.weight")]
+        assert norms == [f"model.layers.{rank}.input_layernorm.weight"]
+    if case == "qwen3_moe":
+        for rank, found in enumerate(parts):
+            layers = {int(name.split(".")[2]) for name in found if ".mlp.experts." in name}
+            assert layers == {layer for layer in range(4) if layer % 2 == rank // 2}
 
 
 def pushed_by_a_rank_without_room(config: RlRunConfig, tensors: Tensors) -> tuple[PushReport, PushReport]:
