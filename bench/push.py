@@ -68,7 +68,7 @@ def pushed(model: ModelConfig) -> list[tuple[str, int, dict[str, float]]]:
             watch = Stopwatch()
             sender = Sender([Reader()]) if mesh.world.rank == 0 else None  # type: ignore[list-item]
             sizes = FileTransport(folder, stream).send(sender, watch)
-            rows.append(dict(watch.seconds))
+            rows.append({part: float(seconds) for part, seconds in watch.seconds.items()})
         found.append((name, sizes.num_bytes, min(rows, key=lambda row: row["transfer"])))
     return found
 

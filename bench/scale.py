@@ -32,7 +32,8 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
-from torch.distributed.checkpoint import Metadata, SavePlan
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 
 import mcore_rl
 from mcore_rl.config.cluster import ClusterConfig
@@ -162,6 +163,7 @@ def elsewhere(plan: SavePlan, stage: int, share: int) -> SavePlan:
     """Return rank 0's plan of a save as another rank has it, whose stage and experts are others."""
     items = []
     for item in plan.items:
+        assert item.tensor_data is not None
         (at, *rest), of_experts = item.tensor_data.chunk.offsets, ".experts." in item.index.fqn
         if item.tensor_data.size[0] == LAYERS:
             at += stage * LAYERS // MESH.pp

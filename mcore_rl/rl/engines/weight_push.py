@@ -10,7 +10,7 @@ import socket
 import struct
 import tempfile
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from itertools import chain
-from operator import methodcaller
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -488,7 +487,7 @@ class FileTransport:
     def __init__(self, folder: str, weights: WeightStream) -> None:
         """Take a folder that ranks and servers see at the same path, and the stream of all ranks."""
         self._folder, self._weights, self._rank = Path(folder), weights, dist.get_rank()
-        self._seconds: dict[str, Counter[int]] = {"gather": Counter(), "write": Counter(), "load": Counter()}
+        self._seconds = {part: defaultdict[int, float](float) for part in ("gather", "write", "load")}
         """Seconds of each part, by rank; on rank 0."""
         self._unloaded: deque[str] = deque()
         """This rank's buckets that servers have not loaded yet, oldest first."""
@@ -553,36 +552,35 @@ class FileTransport:
         """Let the servers load every bucket when its files are there, on rank 0."""
         owners, sizes = self._weights.owners, Counter[str]()
         parts: dict[str, list[dict[str, Any]]] = {bucket: [] for bucket in owners}
-        unexpected: Exception | None = None
-        for number in range(1, 1 + sum(map(len, owners.values()))):
-            word = wait_for_word(f"{self._folder.name}/{number}", lambda: self._is_over)
-            if self._is_over:
-                break
-            part = json.loads(word)
-            bucket = part["bucket"]
-            parts[bucket].append(part)
-            sizes[bucket] += part["num_bytes"]
-            for name in ("gather", "write"):
-                self._seconds[name][part["rank"]] += part[f"{name}_s"]
-            if "error" in part:
-                sender.fail_all(part["error"])
-            if len(parts[bucket]) < len(owners[bucket]):
-                continue
-            began_s = time.perf_counter()
-            update = {"files": [{"path": one["path"], "crc32": one["crc32"]} for one in parts[bucket] if "path" in one]}
-            try:
-                if sender.living:
-                    sender.everywhere(f"update of {bucket}", methodcaller("load", update))
-                shutil.rmtree(self._folder / bucket.strip("."), ignore_errors=True)
-            except Exception as error:  # other ranks wait for words of this thread  # noqa: BLE001
-                unexpected = error
-                sender.fail_all(f"update of {bucket}: {error!r}")
-            self._seconds["load"][0] += time.perf_counter() - began_s
-            for rank in owners[bucket]:
-                give_word(f"{self._folder.name}/{bucket}/{rank}", "" if sender.living else "stop")
-        if unexpected is not None:
-            raise unexpected
+        try:
+            for number in range(1, 1 + sum(map(len, owners.values()))):
+                word = wait_for_word(f"{self._folder.name}/{number}", lambda: self._is_over)
+                if self._is_over:
+                    break
+                part = json.loads(word)
+                bucket = part["bucket"]
+                parts[bucket].append(part)
+                sizes[bucket] += part["num_bytes"]
+                for name in ("gather", "write"):
+                    self._seconds[name][part["rank"]] += part[f"{name}_s"]
+                if "error" in part:
+                    sender.fail_all(part["error"])
+                if len(parts[bucket]) == len(owners[bucket]):
+                    self._load(sender, bucket, [one for one in parts[bucket] if "path" in one])
+                    for rank in owners[bucket]:
+                        give_word(f"{self._folder.name}/{bucket}/{rank}", "" if sender.living else "stop")
+        except BaseException:
+            self._is_over = True  # nobody on this rank waits for this thread
+            raise
         return Sizes(sizes.total(), max(sizes.values(), default=0))
+
+    def _load(self, sender: Sender, bucket: str, parts: Sequence[Mapping[str, Any]]) -> None:
+        began_s = time.perf_counter()
+        update = {"files": [{"path": part["path"], "crc32": part["crc32"]} for part in parts]}
+        if sender.living:
+            sender.everywhere(f"update of {bucket}", lambda server: server.load(update))
+        shutil.rmtree(self._folder / bucket.strip("."), ignore_errors=True)
+        self._seconds["load"][0] += time.perf_counter() - began_s
 
 
 BLOCK_BYTES = 1 << 20
@@ -605,9 +603,9 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
     with path.open("wb", buffering=0) as file:
         file.write(header)
         for name in list(tensors):
-            data = tensors.pop(name).cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            data = tensors.pop(name).cpu().contiguous().view(-1).view(torch.uint8).numpy().data
             for start in range(0, len(data), BLOCK_BYTES):
-                block = memoryview(data[start : start + BLOCK_BYTES])  # in the processor's cache for both
+                block = data[start : start + BLOCK_BYTES]  # in the processor's cache for both
                 crc = crc32(block, crc)
                 if file.write(block) != len(block):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
