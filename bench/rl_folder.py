@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -189,14 +190,17 @@ def write_peer(folder: Path, kind: str, steps: int) -> Path:
     return path
 
 
-def write_tokenizer(folder: Path) -> None:
-    """A token a character."""
-    names = ["<pad>", "<bos>", "<eos>", *map(chr, range(256))]
+def write_tokenizer(folder: Path, words: Sequence[str] = ()) -> None:
+    """A token a character, and a token for each of `words`; with these, for templates, <eos> is a special token."""
+    names = ["<pad>", "<bos>", "<eos>", *map(chr, range(256)), *words]
     names += [f"<x{number}>" for number in range(VOCAB - len(names))]
     ids = {name: number for number, name in enumerate(names)}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    pattern = "|".join([*map(re.escape, words), r"[\s\S]"])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
+    if words:
+        tokenizer.add_special_tokens(["<eos>"])
     folder.mkdir(exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     special = {f"{name}_token": f"<{name}>" for name in ("pad", "bos", "eos")}

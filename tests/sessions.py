@@ -1,5 +1,6 @@
 """Agents for tests, and their sessions; apart from the tests, so that ranks and workers can import them."""
 
+import dataclasses
 import json
 import math
 import os
@@ -8,7 +9,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,12 +19,13 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl.agent import AgentConfig
 from mcore_rl.config.rl.rollout import EnvironmentConfig, RewardConfig
 from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.data.chat import Chat
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.rl.agents.hold import AgentSessions
 from mcore_rl.rl.agents.run import Run
-from mcore_rl.rl.engines.base import Engine
+from mcore_rl.rl.engines.base import Capabilities, Engine, QuietEngine, Sampling
 from mcore_rl.rl.rollouts.rollout import runs_rewards
-from mcore_rl.rl.types import Group, Prompt
+from mcore_rl.rl.types import Completion, Group, Prompt, single_version
 from tests.conversing import END, chat_of, config_of, sampling, seeds_of
 
 Json = dict[str, Any]
@@ -339,6 +341,66 @@ def anthropic(run: Run) -> float:
         error = json.loads(text)
         assert status == 400 and error["type"] == "error" and word in error["error"]["message"], text
     return 1.0
+
+
+def turn_of(tokens_T: tuple[int, ...]) -> Completion:
+    num = len(tokens_T)
+    versions = single_version(3, num)
+    return Completion(text="", tokens_T=tokens_T, logprobs_T=(-1.0,) * num, versions=versions, finish="stop")
+
+
+class Scripted(QuietEngine):
+    """Answers with the text that a function makes of the prompt's text, whatever the seed; a token a character. The
+    logprobs are those of `score`, a function of all tokens, or -1.
+    """
+
+    capabilities = Capabilities(max_tokens=100_000, routes=False, seeded=True)
+    policy_version = 0
+
+    def __init__(
+        self, script: Callable[[str], str], chat: Chat, score: Callable[[Sequence[int]], list[float]] | None = None
+    ) -> None:
+        self._script, self._chat, self._score, self.prompts = script, chat, score, []
+
+    def decode(self, tokens_T: Sequence[int], /) -> str:
+        return self._chat.decode([token for token in tokens_T if token != END])
+
+    def update_weights(self, policy_version: int) -> None: ...
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]]) -> list[Group]:
+        groups = []
+        for prompt, seeds in zip(prompts, seeds_PG, strict=True):
+            asked = self._chat.decode(prompt.tokens_T)
+            self.prompts.append(asked)
+            text = self._script(asked)
+            tokens_T = (*(ord(letter) - 31 for letter in text), END)
+            one = dataclasses.replace(turn_of(tokens_T), text=text)
+            if self._score is not None:
+                logprobs = self._score(prompt.tokens_T + tokens_T)[-len(tokens_T) :]
+                one = dataclasses.replace(one, logprobs_T=tuple(logprobs))
+            groups.append(Group(prompt=prompt, completions=(one,) * len(seeds)))
+        return groups
+
+
+TOOLS = (
+    "{% if tools %}[{% for one in tools %}{{ one.function.name }} {% endfor %}]{% endif %}"
+    "{% for one in messages %}{{ one.role[0] }}:{{ one.content }}"
+    "{% for call in one.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def script(asked: str) -> str:
+    """Adds, multiplies, asks a sub-agent at the seventh turn, and says the result at the twelfth."""
+    if asked.startswith("s:"):
+        return "sub"
+    turn = asked.count("a:")
+    if turn == 12:
+        return "<think>done?</think>end"
+    if turn == 7:
+        return "ask the other"
+    name, values = ("add", {"a": turn, "b": 2}) if turn % 2 else ("mul", {"a": turn, "b": 3})
+    return f'well <tool_call>{{"name": "{name}", "arguments": {json.dumps(values)}}}</tool_call>'
 
 
 def agent_config(model: ModelConfig, function: str, template: str = "tokenizer", **agent: Any) -> RlRunConfig:

@@ -13,6 +13,7 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -247,6 +248,8 @@ class _Worker:
 
     def stop(self, patience_s: float) -> int | None:
         """Close the pipe, end the process tree if it has not exited after `patience_s`, and return the exit status."""
+        with suppress(OSError):
+            self.pipe.send(None)  # workers forked later hold this end of the pipe too, so that its close is not seen
         self.pipe.close()
         self.process.join(timeout=patience_s)
         if self.process.exitcode is None and self.process.pid is not None:
@@ -274,7 +277,7 @@ def _start_serving(serve: "partial[None]", theirs: Connection, ours: Connection,
 
 
 def _serve(pipe: Connection, work: Work, timeout_s: float, max_memory_gib: float | None) -> None:
-    """Serve jobs until the parent closes its end of the pipe or dies."""
+    """Serve jobs until the parent sends None, closes its end of the pipe or dies."""
     gc.enable()
     torch.set_num_threads(1)  # a forked process has no OpenMP threads, and user code may compute
     for number in STOP_SIGNALS:
@@ -288,6 +291,8 @@ def _serve(pipe: Connection, work: Work, timeout_s: float, max_memory_gib: float
         try:
             jobs = pipe.recv()
         except EOFError:
+            jobs = None
+        if jobs is None:
             return
         for job in jobs:
             signal.setitimer(signal.ITIMER_REAL, timeout_s)

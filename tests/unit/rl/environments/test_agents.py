@@ -4,7 +4,8 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,22 +16,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from mcore_rl.data.chat import Chat, Conversation
+from mcore_rl.data.chat import Conversation
 from mcore_rl.data.packing import PackingLimits
 from mcore_rl.errors import TrainingError
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.schedule import run_pass
+from mcore_rl.rl import workers
 from mcore_rl.rl.agents.answers import format_of, message_of
 from mcore_rl.rl.agents.hold import try_agent
 from mcore_rl.rl.agents.session import Call, Session, common_length
-from mcore_rl.rl.batch import LogprobHead, evaluating, make_microbatch
-from mcore_rl.rl.engines.base import Capabilities, QuietEngine, Sampling
+from mcore_rl.rl.batch import LogprobHead, PolicyMicrobatch, evaluating, make_microbatch
+from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.native.engine import MegatronEngine
 from mcore_rl.rl.environments.conversations import turn_seed
-from mcore_rl.rl.types import Completion, Group, Prompt, SampleShape, TrainedSample, single_version
+from mcore_rl.rl.types import Completion, Prompt, SampleShape, TrainedSample, single_version
+from mcore_rl.rl.workers import WorkerPool
 from tests.conversing import END, chat_of, config_of, held, problems
 from tests.hf_models import VOCAB, Oracle
-from tests.sessions import PROGRAM, REQUESTS, agent_config, run_sessions
+from tests.served_model import ModelAnswers
+from tests.sessions import PROGRAM, REQUESTS, TOOLS, Scripted, agent_config, run_sessions, script, turn_of
 
 SIX = problems(*"123456")
 
@@ -48,6 +52,19 @@ def sample_of(prompt: Prompt, one: Completion) -> TrainedSample:
             segments=one.segments,
         ),
     )
+
+
+def trained_logprobs(
+    chunks: list[nn.Module], mesh: Mesh, pairs: Sequence[tuple[Prompt, Completion]]
+) -> tuple[PolicyMicrobatch, torch.Tensor]:
+    """The completions in one microbatch, and the logprobs of one training pass over it."""
+    samples = {n: sample_of(*pair) for n, pair in enumerate(pairs)}
+    limits = PackingLimits(max_tokens=8192, multiple=1, sample_multiple=1)
+    batch = make_microbatch(samples, list(samples), limits, mesh.cp, torch.device("cpu"))
+    head = LogprobHead(mesh, VOCAB, temperature=1.0, chunk_tokens=64)
+    with torch.no_grad(), evaluating(chunks):
+        (output,) = run_pass(chunks, [batch], head, backward=False)
+    return batch, output["logprobs"]
 
 
 def segments_of(prompt: Prompt, one: Completion) -> list[tuple[int, ...]]:
@@ -89,13 +106,8 @@ def test_recorded_logprobs_and_routes_are_those_of_each_segment_alone(
     assert all(one.episode.failure is None and one.episode.end == "done" for _, one in pairs), pairs[0][1].episode
     assert {len(one.episode.turns) for _, one in pairs} == {8}
     assert min(len(one.segments) for _, one in pairs) >= 5
-    samples = {n: sample_of(*pair) for n, pair in enumerate(pairs)}
-    limits = PackingLimits(max_tokens=8192, multiple=1, sample_multiple=1)
-    batch = make_microbatch(samples, list(samples), limits, one_rank.cp, torch.device("cpu"))
-    head = LogprobHead(one_rank, VOCAB, temperature=1.0, chunk_tokens=64)
-    with torch.no_grad(), evaluating(chunks):
-        (output,) = run_pass(chunks, [batch], head, backward=False)
-    assert (output["logprobs"] - batch.rollout_logprobs_T).abs()[batch.mask_T].max() < 1e-5
+    batch, logprobs_T = trained_logprobs(chunks, one_rank, pairs)
+    assert (logprobs_T - batch.rollout_logprobs_T).abs()[batch.mask_T].max() < 1e-5
     assert int(batch.mask_T.sum()) == sum(one.num_sampled for _, one in pairs)
     for prompt, one in pairs:
         routes, before = one.experts_TLK, 0
@@ -277,6 +289,16 @@ def test_an_agent_that_fails_for_every_problem_ends_the_start(
         try_agent(config.rl, problems("raise", "none"), chat, tokenizer, (END,))
 
 
+def test_processes_end_when_they_are_told_though_later_ones_hold_their_pipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is forked inherits the pipes to those before it, which therefore do not see that they close."""
+    monkeypatch.setattr(workers, "PATIENCE_S", 20.0)
+    pool = WorkerPool(abs, workers=4, timeout_s=60.0)
+    assert pool.run([-1, -2, -3, -4]) == [1, 2, 3, 4]
+    start_s = time.perf_counter()
+    pool.close()
+    assert time.perf_counter() - start_s < 20
+
+
 def test_every_request_that_is_not_sampling_from_the_policy_is_refused_once(
     theirs: Oracle, engine: MegatronEngine, folder: Path, one_rank: Mesh, tmp_path: Path
 ) -> None:
@@ -393,12 +415,6 @@ def session_of(max_tokens: int, multiple: int = 1) -> Session:
     return Session(index=0, prompt=SIX[0], seed=1, key="sk", max_tokens=max_tokens, multiple=multiple)
 
 
-def turn_of(tokens_T: tuple[int, ...]) -> Completion:
-    num = len(tokens_T)
-    versions = single_version(3, num)
-    return Completion(text="", tokens_T=tokens_T, logprobs_T=(-1.0,) * num, versions=versions, finish="stop")
-
-
 @pytest.mark.parametrize(("multiple", "wanted"), [(1, 17), (8, 10)])
 def test_the_room_of_a_call_is_what_other_branches_leave(multiple: int, wanted: int) -> None:
     """A branch has 9 of the 30 tokens, and the request extends another branch, which ends at 4 of its tokens."""
@@ -412,60 +428,16 @@ def test_the_room_of_a_call_is_what_other_branches_leave(multiple: int, wanted: 
     assert session.room((1, 2, 3, 4), 1) == (9 if multiple == 1 else 4)
 
 
-class Scripted(QuietEngine):
-    """Answers with the text that a function makes of the prompt's text, whatever the seed; a token a character."""
-
-    capabilities = Capabilities(max_tokens=100_000, routes=False, seeded=True)
-    policy_version = 0
-
-    def __init__(self, script: Callable[[str], str], chat: Chat) -> None:
-        self._script, self._chat, self.prompts = script, chat, []
-
-    def decode(self, tokens_T: Sequence[int], /) -> str:
-        return self._chat.decode([token for token in tokens_T if token != END])
-
-    def update_weights(self, policy_version: int) -> None: ...
-
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]]) -> list[Group]:
-        groups = []
-        for prompt, seeds in zip(prompts, seeds_PG, strict=True):
-            asked = self._chat.decode(prompt.tokens_T)
-            self.prompts.append(asked)
-            text = self._script(asked)
-            tokens_T = (*(ord(letter) - 31 for letter in text), END)
-            one = dataclasses.replace(turn_of(tokens_T), text=text)
-            groups.append(Group(prompt=prompt, completions=(one,) * len(seeds)))
-        return groups
-
-
-TOOLS = (
-    "{% if tools %}[{% for one in tools %}{{ one.function.name }} {% endfor %}]{% endif %}"
-    "{% for one in messages %}{{ one.role[0] }}:{{ one.content }}"
-    "{% for call in one.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
-    "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
-)
-
-
-def script(asked: str) -> str:
-    """Adds, multiplies, asks a sub-agent at the seventh turn, and says the result at the twelfth."""
-    if asked.startswith("s:"):
-        return "sub"
-    turn = asked.count("a:")
-    if turn == 12:
-        return "<think>done?</think>end"
-    if turn == 7:
-        return "ask the other"
-    name, values = ("add", {"a": turn, "b": 2}) if turn % 2 else ("mul", {"a": turn, "b": 3})
-    return f'well <tool_call>{{"name": "{name}", "arguments": {json.dumps(values)}}}</tool_call>'
-
-
 def test_twelve_turns_with_two_tools_and_another_agent_are_one_history_and_one_branch(
-    theirs: Oracle, folder: Path, one_rank: Mesh, tmp_path: Path
+    theirs: Oracle, chunks: list[nn.Module], folder: Path, one_rank: Mesh, tmp_path: Path
 ) -> None:
+    """The turns are a script's; their logprobs are the model's, of a pass for each answer. With MCORE_RL_FIGURES the
+    transcript is written there: bench/results/agent_transcript.json.
+    """
     (tmp_path / "tools.jinja").write_text(TOOLS)
     config = agent_config(theirs.ours, "tooled", str(tmp_path / "tools.jinja"), max_tokens=5000, max_calls=20)
     _, chat = chat_of(config, folder)
-    engine = Scripted(script, chat)
+    engine = Scripted(script, chat, ModelAnswers(chunks, one_rank, theirs.ours, theirs.tensors).score)
     rl = config.rl.model_copy(update={"rollout": config.rl.rollout.model_copy(update={"max_new_tokens": 90})})
     config = config.model_copy(update={"rl": rl})
     (group,) = run_sessions(config, engine, folder, one_rank, SIX[:1], group_size=1)
@@ -482,6 +454,28 @@ def test_twelve_turns_with_two_tools_and_another_agent_are_one_history_and_one_b
     assert history.count("t:3<end>") == 1, "the tool's result of 1 + 2"
     roles = [message["role"] for message in one.episode.messages]
     assert roles == ["user", *["assistant", "tool"] * 6, "assistant", "user", *["assistant", "tool"] * 4, "assistant"]
+    batch, logprobs_T = trained_logprobs(chunks, one_rank, [(group.prompt, one)])
+    apart_T = (logprobs_T - batch.rollout_logprobs_T).abs()[batch.mask_T]
+    assert len(apart_T) == one.num_sampled and apart_T.max() < 1e-5
+    if path := os.environ.get("MCORE_RL_FIGURES"):
+        starts = [0, *(len(group.prompt.tokens_T) + start for start in one.segments)]
+        sampled = [(start, end, chat.decode(one.tokens_T[start:end])) for start, end in one.episode.spans]
+        figures = {
+            "command": "MCORE_RL_FIGURES=bench/results/agent_transcript.json pytest "
+            "tests/unit/rl/environments/test_agents.py -k twelve",
+            "messages": one.episode.messages,
+            "segments": [
+                {"first_token": start, "text": chat.decode(tokens_T)}
+                for start, tokens_T in zip(starts, segments_of(group.prompt, one), strict=True)
+            ],
+            "sampled": [
+                {"start": start, "end": end, "text": text, "logprob_sum": round(sum(one.logprobs_T[start:end]), 4)}
+                for start, end, text in sampled
+            ],
+            "num_sampled": one.num_sampled,
+            "largest_difference_to_a_training_pass_nats": float(apart_T.max()),
+        }
+        Path(__file__).parents[4].joinpath(path).write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
 
 
 @pytest.mark.full
