@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import _device as torch_device
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 GPU, HOST = torch.device("cuda", 0), torch.device("cpu")
@@ -100,6 +101,8 @@ class EmulatedGpu(TorchDispatchMode):
         is_sum = function is aten.cumsum.default and args[0].is_floating_point()
         if on_gpu and is_sum and torch.are_deterministic_algorithms_enabled():
             raise RuntimeError("cumsum_cuda_kernel does not have a deterministic implementation")
+        if self.capturing and operands and function._schema.is_mutable:
+            self.capturing.save(operands[0])
         result = function(*args, **named)
         if self.capturing and (on_gpu or not operands):
             self.capturing.add(function, args, named, operands, result)
@@ -153,7 +156,8 @@ class EmulatedGpu(TorchDispatchMode):
             maker = getattr(tensor.untyped_storage(), "maker", None)
             if maker is not None and maker is not self.streams[-1]:
                 raise RuntimeError(f"{function}: {site()} uses what another stream may not have made yet")
-        if operands and function._schema.is_mutable and hasattr(operands[0].untyped_storage(), "reader"):
+        reader = getattr(operands[0].untyped_storage(), "reader", None) if operands else None
+        if reader and function._schema.is_mutable and not (is_queued and reader is self.streams[-1]):
             raise RuntimeError(f"{function}: {site()} overwrites what a copy to the GPU may not have read yet")
 
     def refuse_in_capture(self, what: str, source: Tensor | None = None) -> None:
@@ -180,6 +184,8 @@ class EmulatedGraph:
     def __init__(self, *_: Any, **__: Any) -> None:
         self._calls: list[tuple[Any, Any, Any, list[tuple[int, Tensor]]]] = []
         self._made: set[int] = set()
+        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        """Storages that the graph changes and did not make itself, with their bytes before the capture."""
         self.read: set[int] = set()
         """Addresses of the storages that the graph uses and did not make itself."""
         self.replays = 0
@@ -192,9 +198,18 @@ class EmulatedGraph:
         self._made |= {storage_of(tensor) for _, tensor in outputs}
         self._calls.append((function, args, named, outputs))
 
+    def save(self, target: Tensor) -> None:
+        """Keep the bytes of a tensor that the next operator changes, as a delta net's state: a capture changes none."""
+        storage = target.untyped_storage()
+        if storage._cdata not in self._made:
+            self._before.setdefault(storage._cdata, (storage, storage.clone()))
+
     def forget(self) -> None:
-        """Overwrite the results that are not whole numbers."""
+        """Overwrite the results that are not whole numbers, and give changed memory its bytes back."""
         with _disable_current_modes(), torch.no_grad():
+            for storage, before in self._before.values():
+                storage.copy_(before)
+            self._before.clear()
             for *_, outputs in self._calls:
                 for _, tensor in outputs:
                     if tensor.is_floating_point():
@@ -294,9 +309,38 @@ def names_gpu(device: Any) -> bool:
     return isinstance(device, int) or (device is not None and torch.device(device).type == "cuda")
 
 
+class _OfDevices(type):
+    """Lets `isinstance(x, torch.device)` hold for devices."""
+
+    def __instancecheck__(cls, one: Any) -> bool:
+        return isinstance(one, type(GPU))
+
+
+class _Device(metaclass=_OfDevices):
+    """Stand-in for `torch.device`, which takes a whole number for the index of a GPU only where there is one."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        is_index = bool(args) and isinstance(args[0], int)
+        return type(GPU)("cuda", *args) if is_index else type(GPU)(*args, **kwargs)
+
+
+class _Context(torch_device.DeviceContext):
+    """Stand-in for what `with torch.device(...)` enters."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.device.type != "cuda":
+            return super().__torch_function__(function, types, args, kwargs)
+        made = function(*args, **(kwargs or {}))
+        is_made_here = function in torch_device._device_constructors() and (kwargs or {}).get("device") is None
+        return put_on_gpu(made) if is_made_here else made
+
+
 def install() -> EmulatedGpu:
     """Emulate a GPU for the rest of this process, before mcore_rl and Megatron are imported."""
     gpu = EmulatedGpu()
+    torch_device._device_constructors()  # once, before the constructors have stand-ins
+    anything: Any = torch
+    torch_device.DeviceContext, anything.device = _Context, _Device  # type: ignore[misc]
     answers: dict[str, Any] = {
         "is_available": True,
         "is_initialized": True,
@@ -343,7 +387,6 @@ def install() -> EmulatedGpu:
     distributed.new_group = _gloo_group(dist.new_group)
     distributed.barrier = cpu.plain_barrier(dist.barrier)
     # Compiled functions run as they are written: Megatron's jit_fuser asks for them at its import.
-    anything: Any = torch
     anything.compile = lambda model=None, **_: model if model is not None else (lambda inner: inner)
     gpu.__enter__()
     return gpu

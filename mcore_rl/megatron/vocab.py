@@ -70,10 +70,6 @@ def exclude_padding(logits_sBv: Tensor, tp: dist.ProcessGroup, vocab_size: int) 
     logits_sBv[..., max(vocab_size - first, 0) :] = LOWEST
 
 
-IGNORED_TARGET = -1
-"""Target for `logprobs_and_entropy` at positions that need no result."""
-
-
 class TokenStatistics(NamedTuple):
     """Logprob of the target and entropy of the whole distribution at each position, `[T]` each, in nats."""
 
@@ -92,15 +88,14 @@ def logprobs_and_entropy(
     rows_N: Tensor | None = None,
 ) -> TokenStatistics:
     """Collective over `tp` (forward only): logprobs and entropies under softmax(logits / temperature), in float32 or
-    more, equal on all ranks of `tp`; zeros where there is no result.
+    more, equal on all ranks of `tp`; zeros beside `rows_N`, which are positions, None: all of them.
 
-    Targets are ids of the whole vocabulary, or IGNORED_TARGET; columns from `vocab_size` on pad it. `rows_N` are the
-    positions with a result; with None the host waits for the number of targets. `chunk_tokens` positions are computed
+    Targets are ids of the whole vocabulary; columns from `vocab_size` on pad it. `chunk_tokens` positions are computed
     at once: beyond inputs, results and gradient, 3 x `chunk_tokens` x v numbers are in memory.
     """
     shard = _shard(logits_Tv, tp, vocab_size, temperature, chunk_tokens)
     if rows_N is None:
-        rows_N = (targets_T != IGNORED_TARGET).nonzero().flatten()
+        rows_N = torch.arange(len(targets_T), device=targets_T.device)
     logprobs_T, entropy_T = _LogprobsAndEntropy.apply(*_factors(logits_Tv), targets_T, rows_N, shard)  # type: ignore[no-untyped-call]
     return TokenStatistics(logprobs_T, entropy_T)
 

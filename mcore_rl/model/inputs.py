@@ -27,6 +27,8 @@ class LocalMicrobatch:
     """Loss weights, float32."""
     position_ids_Bs: Tensor
     """Positions for the rotary embedding, int64."""
+    rows_N: Tensor
+    """Positions with a loss, int64, of rows laid end to end. The host knows how many: a device would be waited for."""
     packed: PackedParams | None = None
     """Boundaries of packed sequences; None if each row is one sequence."""
     is_padding_Bs: Tensor | None = None
@@ -96,11 +98,14 @@ def localize(microbatch: Microbatch, cp: Axis, device: torch.device) -> LocalMic
         assert cp.size == 1 or not any(size % (2 * cp.size) for size in lengths), (lengths, cp.size)
         packed = packed_params(lengths, device)
 
+    def cut(full_BS: Tensor) -> Tensor:
+        rows_Bs = full_BS.reshape(1, -1) if lengths else full_BS
+        if cp.size == 1:
+            return rows_Bs
+        return zigzag_spans(rows_Bs, lengths, cp) if lengths else zigzag(rows_Bs, cp)
+
     def local(full_BS: Tensor) -> Tensor:
-        cut_Bs = full_BS.reshape(1, -1) if lengths else full_BS
-        if cp.size > 1:
-            cut_Bs = zigzag_spans(cut_Bs, lengths, cp) if lengths else zigzag(cut_Bs, cp)
-        return to_device(cut_Bs, device)
+        return to_device(cut(full_BS), device)
 
     is_padding_BS = microbatch.is_padding_BS
     packed_spans = None
@@ -115,6 +120,7 @@ def localize(microbatch: Microbatch, cp: Axis, device: torch.device) -> LocalMic
         labels_Bs=local(microbatch.labels_BS),
         loss_mask_Bs=local(microbatch.loss_mask_BS),
         position_ids_Bs=local(microbatch.position_ids_BS),
+        rows_N=to_device(cut(microbatch.loss_mask_BS).flatten().nonzero()[:, 0], device),
         packed=packed,
         packed_spans=packed_spans,
         is_padding_Bs=None if is_padding_BS is None else local(is_padding_BS),

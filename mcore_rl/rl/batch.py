@@ -56,8 +56,6 @@ class PolicyMicrobatch(PackedMicrobatch):
     completion_mask_T: Tensor
     """bool: positions that predict a sampled token of a completion, whether or not the completion is trained on. An
     environment's tokens are excluded."""
-    rows_N: Tensor
-    """int64: indices of the positions in `mask_T`, for whose number no pass then waits."""
     completion_rows_N: Tensor
     """int64: indices of the positions in `completion_mask_T`."""
     sequence_T: Tensor
@@ -279,7 +277,6 @@ def make_microbatch(
         spans=tuple(spans),
         mask_T=inputs.loss_mask_Bs[0] > 0,
         completion_mask_T=on_this_rank(completion_mask_S) > 0,
-        rows_N=to_device(local(mask_S).nonzero()[:, 0], device),
         completion_rows_N=to_device(local(completion_mask_S).nonzero()[:, 0], device),
         sequence_T=on_this_rank(sequence_S),
         place_T=on_this_rank(place_S),

@@ -25,7 +25,7 @@ from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.megatron.mesh import Axis, Mesh
 from mcore_rl.megatron.platform import to_device
 from mcore_rl.megatron.schedule import Head, HeadOutput, ReadsDeferredLogits, run_pass
-from mcore_rl.megatron.vocab import IGNORED_TARGET, Logits, logprobs_and_entropy, zigzag_spans
+from mcore_rl.megatron.vocab import Logits, logprobs_and_entropy, zigzag_spans
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.model.inputs import PackedMicrobatch, localize
 from mcore_rl.storage.checkpoint import MARKER, METADATA, find_checkpoint, saved_steps
@@ -399,11 +399,11 @@ class AnswerLogprobHead(ReadsDeferredLogits):
         """Collective over the tensor-parallel ranks: return logprobs `[T]` of answer tokens from logits `[1, T, v]`;
         zeros elsewhere.
         """
-        targets_T = microbatch.inputs.labels_Bs[0].where(microbatch.mask_T, IGNORED_TARGET)
         return logprobs_and_entropy(
             output[0],
-            targets_T,
+            microbatch.inputs.labels_Bs[0],
             self._mesh.tp,
+            rows_N=microbatch.inputs.rows_N,
             vocab_size=self._vocab_size,
             temperature=1.0,
             chunk_tokens=self._chunk_tokens,

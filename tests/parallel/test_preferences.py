@@ -154,7 +154,7 @@ LOSSES = [
 
 def config_of(mesh: MeshConfig, tokens_per_microbatch: int = 128) -> DPOConfig:
     return DPOConfig(
-        platform=PlatformConfig(layers="torch"),
+        platform=PlatformConfig(layers="torch", precision="fp32"),
         model=without_router_losses(TINY["qwen3_moe"]),
         mesh=mesh,
         data=PreferenceDataConfig(seq_length=24, tokens_per_microbatch=tokens_per_microbatch),

@@ -7,17 +7,18 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.megatron.mesh import Axis, build_mesh, destroy_mesh
-from mcore_rl.megatron.vocab import IGNORED_TARGET, DeferredLogits, cross_entropy, exclude_padding, logprobs_and_entropy
+from mcore_rl.megatron.vocab import DeferredLogits, cross_entropy, exclude_padding, logprobs_and_entropy
 from tests.ranks import run_ranks
 
 TOKENS, PADDED = 9, 16
+ASKED = torch.arange(TOKENS) != 3
+ROWS = ASKED.nonzero()[:, 0]
 
 
 def inputs():
     generator = torch.Generator().manual_seed(7)
     logits = torch.randn(TOKENS, PADDED, generator=generator, dtype=torch.float64) * 5
     targets = torch.randint(0, 7, (TOKENS,), generator=generator)
-    targets[3] = IGNORED_TARGET
     return logits, targets, torch.randn(2, TOKENS, generator=generator, dtype=torch.float64)
 
 
@@ -25,10 +26,10 @@ def on_a_rank(vocab_size):
     axis = Axis(dist.group.WORLD, dist.get_rank(), 2)
     logits, targets, pull = inputs()
     shard = logits.chunk(2, dim=1)[axis.rank].clone().requires_grad_()
-    values = logprobs_and_entropy(shard, targets, axis, vocab_size=vocab_size, temperature=0.8, chunk_tokens=4)
+    settings = {"vocab_size": vocab_size, "temperature": 0.8, "chunk_tokens": 4}
+    values = logprobs_and_entropy(shard, targets, axis, rows_N=ROWS, **settings)
     (values[0] * pull[0] + values[1] * pull[1]).sum().backward()
-    nothing = torch.full_like(targets, IGNORED_TARGET)
-    logprobs_and_entropy(shard, nothing, axis, vocab_size=vocab_size, temperature=0.8, chunk_tokens=4)
+    logprobs_and_entropy(shard, targets, axis, rows_N=ROWS[:0], **settings)
     return [x.detach() for x in values], shard.grad, deferred_on_a_rank(axis, vocab_size)
 
 
@@ -44,8 +45,9 @@ def deferred_on_a_rank(axis, vocab_size):
     hidden, weight = factors()
     hidden, weight = hidden.requires_grad_(), weight.chunk(2)[axis.rank].clone().requires_grad_()
     logits = DeferredLogits(hidden, weight, 4)
-    got = logprobs_and_entropy(logits, targets, axis, vocab_size=vocab_size, temperature=0.8, chunk_tokens=1)
-    losses = cross_entropy(logits, targets.clamp(min=0), axis, vocab_size=vocab_size)
+    settings = {"vocab_size": vocab_size, "temperature": 0.8, "chunk_tokens": 1}
+    got = logprobs_and_entropy(logits, targets, axis, rows_N=ROWS, **settings)
+    losses = cross_entropy(logits, targets, axis, vocab_size=vocab_size)
     (got[0] * pull[0] + got[1] * pull[1] + losses * pull[1]).sum().backward()
     return [x.detach() for x in (*got, losses)], hidden.grad, weight.grad
 
@@ -62,7 +64,7 @@ def cross_entropies(vocab_size, dtype):
         leaf = logits.to(dtype).chunk(2, dim=1)[dist.get_rank()].clone().requires_grad_()
         shard = leaf[:, None].clone()
         exclude_padding(shard, group, vocab_size)
-        losses = losses_of(shard, targets.clamp(min=0)[:, None])
+        losses = losses_of(shard, targets[:, None])
         losses.sum().backward()
         found.append((losses.detach().double().flatten(), leaf.grad))
     return found
@@ -86,10 +88,9 @@ def test_two_slices_equal_the_whole_in_value_and_gradient():
     for index, vocab_size in enumerate(sizes):
         logits, targets, pull = inputs()
         logits.requires_grad_()
-        asked = targets != IGNORED_TARGET
         logprobs_TV = torch.log_softmax(logits[:, :vocab_size] / 0.8, dim=-1)
-        logprobs = logprobs_TV.gather(1, targets.where(asked, 0)[:, None]).squeeze(1).where(asked, 0.0)
-        entropy = -(logprobs_TV.exp() * logprobs_TV).sum(-1).where(asked, 0.0)
+        logprobs = logprobs_TV.gather(1, targets[:, None]).squeeze(1).where(ASKED, 0.0)
+        entropy = -(logprobs_TV.exp() * logprobs_TV).sum(-1).where(ASKED, 0.0)
         (logprobs * pull[0] + entropy * pull[1]).sum().backward()
         assert_deferred([rank[index][2] for rank in ranks], vocab_size)
         for values, _, _ in (ranks[0][index], ranks[1][index]):
@@ -103,11 +104,10 @@ def assert_deferred(ranks, vocab_size):
     _, targets, pull = inputs()
     hidden, weight = (x.requires_grad_() for x in factors())
     logits = (hidden @ weight.T)[:, :vocab_size]
-    asked = targets != IGNORED_TARGET
     logprobs_TV = torch.log_softmax(logits / 0.8, dim=-1)
-    logprobs = logprobs_TV.gather(1, targets.where(asked, 0)[:, None]).squeeze(1).where(asked, 0.0)
-    entropy = -(logprobs_TV.exp() * logprobs_TV).sum(-1).where(asked, 0.0)
-    losses = torch.nn.functional.cross_entropy(logits, targets.clamp(min=0), reduction="none")
+    logprobs = logprobs_TV.gather(1, targets[:, None]).squeeze(1).where(ASKED, 0.0)
+    entropy = -(logprobs_TV.exp() * logprobs_TV).sum(-1).where(ASKED, 0.0)
+    losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
     (logprobs * pull[0] + entropy * pull[1] + losses * pull[1]).sum().backward()
     for results, _, _ in ranks:
         wanted = [x.detach() for x in (logprobs, entropy, losses)]
@@ -123,7 +123,7 @@ def assert_cross_entropies(ranks, sizes):
     for index, (vocab_size, dtype) in enumerate(cells):
         logits, targets, _ = inputs()
         leaf = logits.to(dtype).double().requires_grad_()
-        losses = torch.nn.functional.cross_entropy(leaf[:, :vocab_size], targets.clamp(min=0), reduction="none")
+        losses = torch.nn.functional.cross_entropy(leaf[:, :vocab_size], targets, reduction="none")
         losses.sum().backward()
         for plain_or_fused in range(2):
             # The fused function rounds every gradient to bfloat16.

@@ -108,7 +108,7 @@ class PolicyHead(ReadsDeferredLogits):
     def __call__(self, microbatch: PolicyMicrobatch, output: Logits) -> HeadOutput:
         """Return the loss of one microbatch, with the sums and maxima of `update_statistics` as outputs."""
         assert microbatch.advantages_T is not None and microbatch.loss_weights_T is not None
-        logprobs_T, entropy_T = self._logprobs.logprobs_and_entropy(microbatch, output, microbatch.rows_N)
+        logprobs_T, entropy_T = self._logprobs.logprobs_and_entropy(microbatch, output, microbatch.inputs.rows_N)
         old_logprobs_T = microbatch.old_logprobs_T
         tokens = PolicyTokens(
             logprobs_T=logprobs_T,

@@ -19,7 +19,7 @@ from mcore_rl.data.megatron.indexed import DataPlan, SampleCounts, build_dataset
 from mcore_rl.data.packing import PackedSequences, PackingOptions
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.schedule import MAX, Head, HeadOutput, ReadsDeferredLogits
-from mcore_rl.megatron.vocab import IGNORED_TARGET, Logits, logprobs_and_entropy
+from mcore_rl.megatron.vocab import Logits, logprobs_and_entropy
 from mcore_rl.model.inputs import LocalMicrobatch, localize
 from mcore_rl.rl.batch import PolicyMicrobatch
 from mcore_rl.train.loop import Run
@@ -76,8 +76,9 @@ class MixedHead(ReadsDeferredLogits):
         mask_T = microbatch.loss_mask_Bs[0]
         logprobs_T, _ = logprobs_and_entropy(
             output[0],
-            microbatch.labels_Bs[0].where(mask_T > 0, IGNORED_TARGET),
+            microbatch.labels_Bs[0],
             self._mesh.tp,
+            rows_N=microbatch.rows_N,
             vocab_size=self._vocab_size,
             temperature=1.0,
             chunk_tokens=self._chunk_tokens,

@@ -7,14 +7,7 @@ import torch
 
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.megatron.mesh import Axis
-from mcore_rl.megatron.vocab import (
-    IGNORED_TARGET,
-    DeferredLogits,
-    cross_entropy,
-    logprobs_and_entropy,
-    reverse_kl,
-    vocabulary_logprobs,
-)
+from mcore_rl.megatron.vocab import DeferredLogits, cross_entropy, logprobs_and_entropy, reverse_kl, vocabulary_logprobs
 
 ALONE = Axis(None, 0, 1)
 
@@ -75,7 +68,7 @@ def test_positions_that_are_not_asked_for_are_zeros():
     logits, targets, pull = example()
     asked = torch.arange(13) % 3 == 0
     got = logprobs_and_entropy(
-        logits, targets.where(asked, IGNORED_TARGET), ALONE, vocab_size=19, temperature=1.0, chunk_tokens=2
+        logits, targets, ALONE, rows_N=asked.nonzero()[:, 0], vocab_size=19, temperature=1.0, chunk_tokens=2
     )
     (got[0] * pull[0] + got[1]).sum().backward()
     wanted = by_log_softmax(logits, targets, 19, 1.0)
@@ -86,11 +79,12 @@ def test_positions_that_are_not_asked_for_are_zeros():
 
 def test_nothing_asked_is_nothing_and_far_logits_do_not_overflow():
     logits = torch.tensor([[1e4, -1e4, 0.0], [-1e4, -1e4, -1e4]], requires_grad=True)
+    settings = {"vocab_size": 3, "temperature": 1.0, "chunk_tokens": 2}
     none = logprobs_and_entropy(
-        logits, torch.tensor([IGNORED_TARGET] * 2), ALONE, vocab_size=3, temperature=1.0, chunk_tokens=2
+        logits, torch.tensor([0, 0]), ALONE, rows_N=torch.zeros(0, dtype=torch.int64), **settings
     )
     assert [x.tolist() for x in none] == [[0.0, 0.0], [0.0, 0.0]]
-    far = logprobs_and_entropy(logits, torch.tensor([1, 2]), ALONE, vocab_size=3, temperature=1.0, chunk_tokens=2)
+    far = logprobs_and_entropy(logits, torch.tensor([1, 2]), ALONE, **settings)
     assert far.logprobs_T.tolist() == pytest.approx([-2e4, -1.0986123])
     assert far.entropy_T.tolist() == pytest.approx([0.0, 1.0986123])
 
@@ -170,7 +164,7 @@ def test_deferred_logits_have_the_values_and_gradients_of_whole_ones(chunk_token
     gradients = torch.autograd.grad(loss, (hidden, weight))
     settings = {"vocab_size": 19, "temperature": 0.7, "chunk_tokens": 2}
     deferred = DeferredLogits(hidden, weight, chunk_tokens)
-    got = logprobs_and_entropy(deferred, targets.where(asked, IGNORED_TARGET), ALONE, **settings)
+    got = logprobs_and_entropy(deferred, targets, ALONE, rows_N=asked.nonzero()[:, 0], **settings)
     got_kl = reverse_kl(deferred, other_TV[rows], rows, ALONE, **settings, limit_nats=20.0)
     ((got[0] * pull[0] + got[1] * pull[1]).sum() + (got_kl * pull[0]).sum()).backward()
     torch.testing.assert_close(list(got), wanted, rtol=0, atol=1e-12)

@@ -68,7 +68,7 @@ def test_tokens_of_an_environment_are_read_and_neither_trained_on_nor_counted() 
     assert batch.inputs.labels_Bs[0][batch.mask_T].tolist() == [21, 22, 23, 24, 21, 22, 23]
     assert batch.rollout_logprobs_T[batch.mask_T].tolist() == [-21, -22, -23, -24, -21, -22, -23]
     assert batch.completion_mask_T.sum() == 4 + 3 + 4
-    assert torch.equal(batch.rows_N, batch.mask_T.nonzero()[:, 0])
+    assert torch.equal(batch.inputs.rows_N, batch.mask_T.nonzero()[:, 0])
     assert torch.equal(batch.completion_rows_N, batch.completion_mask_T.nonzero()[:, 0])
     assert batch.lengths_N.tolist() == [4, 3, 0]
     shape = conversation.shape

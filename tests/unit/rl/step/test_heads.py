@@ -42,6 +42,7 @@ def test_the_gradient_of_texts_is_that_of_their_mean_beside_the_mean_of_completi
         labels_Bs=labels,
         loss_mask_Bs=torch.tensor([[1.0, 0.0, 1.0, 1.0]]),
         position_ids_Bs=torch.arange(4)[None],
+        rows_N=torch.tensor([0, 2, 3]),
     )
     generator = torch.Generator().manual_seed(0)
     logits_1TV, text_1TV = (
