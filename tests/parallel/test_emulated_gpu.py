@@ -79,7 +79,7 @@ def test_preferences_and_texts_in_rl_wait_once_a_step_and_not_for_a_microbatch(f
     assert {place.partition(":")[2] for place in found["texts"]} <= OF_THE_STEP
     # The reference's logprobs of all answers are copied to the host at the end, at once.
     assert found["preferences"].pop("preferences.py:answer_logprobs") == 1
-    assert {place.partition(":")[2] for place in found["preferences"]} == OF_THE_STEP
+    assert {place.partition(":")[2] for place in found["preferences"]} <= OF_THE_STEP
 
 
 @pytest.mark.full
