@@ -129,12 +129,12 @@ def kernels(on: Machine) -> str:
     on.keep("grouped", {})
     for sizes in ([0, 0, 5, 3], [16, 1, 0, 7], [8, 8, 8, 8]):
         difference = grouped_difference(on, sizes)
-        on.expect(f"grouped products of {sizes} rows", difference, 1e-2)
+        on.expect_if_run(f"grouped products of {sizes} rows", difference, 1e-2)
         on.keep("grouped", on.figures["grouped"] | {str(sizes): difference})
     on.keep("packed", {})
     for name, changes in PACKED_CASES.items():
         difference = packed_difference(on, **changes)
-        on.expect(f"packed sequences in one call, {name}", difference, 2e-2)
+        on.expect_if_run(f"packed sequences in one call, {name}", difference, 2e-2)
         on.keep("packed", on.figures["packed"] | {name: difference})
     on.keep("attention", {})
     for name, call in attention_calls(on).items():
@@ -194,9 +194,11 @@ def attention_kernels(on: Machine, call: Callable[[], Any]) -> list[str]:
     return sorted(name for name in found if not name.endswith("backward"))
 
 
-def packed_difference(on: Machine, window: int | None = None, has_sinks: bool = False, keys_before: int = 0) -> float:
+def packed_difference(
+    on: Machine, window: int | None = None, has_sinks: bool = False, keys_before: int = 0
+) -> float | None:
     """Return how far one call for packed sequences in bf16, and its gradients, are from a call for each in fp32 on the
-    CPU; 0 where there is no kernel.
+    CPU; None where there is no kernel.
 
     Args:
         on: The machine.
@@ -218,7 +220,7 @@ def packed_difference(on: Machine, window: int | None = None, has_sinks: bool = 
     )
     query, key, value, sinks = placed
     if not (has_kernel() and kernel_takes(query, value.shape[-1])):
-        return 0.0
+        return None
     found = attend_packed(
         query,
         key,
@@ -248,10 +250,12 @@ def packed_difference(on: Machine, window: int | None = None, has_sinks: bool = 
     return max(float((a.float().cpu() - b).abs().max() / b.abs().max()) for a, b in pairs)
 
 
-def grouped_difference(on: Machine, sizes: list[int]) -> float:
-    """Return how far the grouped products in bf16, and their gradients, are from one product for each expert."""
+def grouped_difference(on: Machine, sizes: list[int]) -> float | None:
+    """Return how far the grouped products in bf16, and their gradients, are from one product for each expert; None
+    where torch has none.
+    """
     if not HAS_GROUPED_MM:
-        return 0.0
+        return None
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(sum(sizes), 32, generator=generator).to(on.device, torch.bfloat16).requires_grad_()
     weights = torch.randn(len(sizes), 48, 32, generator=generator).to(on.device, torch.bfloat16)

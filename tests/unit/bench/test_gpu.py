@@ -63,6 +63,13 @@ def test_a_difference_beyond_the_tolerance_fails_a_step_at_its_end() -> None:
     assert on.table[1] == ("losses", "differ by 2.0e-05", "at most 1e-05")
 
 
+def test_a_kernel_that_is_not_there_is_not_run_rather_than_equal() -> None:
+    on = Machine(is_gpu=False, mesh=None)  # type: ignore[arg-type]
+    assert equal.packed_difference(on) is None
+    on.expect_if_run("packed sequences", None, 2e-2)
+    assert on.table == [("packed sequences", "not run", "torch has no kernel for it here")] and not on.wrong
+
+
 def test_a_baseline_that_fails_fails_its_step_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def our_step(*_: Any, local: bool = False) -> Callable[[], None]:
         if local:
