@@ -113,7 +113,8 @@ def before_and_after(run_dir: Path) -> list[SampledStep]:
     common = [problem for problem in read[0] if all(problem in table for table in read)]
     if len(read) < 2 or not common:
         return [_sampled(table, dict.fromkeys(table, "")) for table in read]
-    kinds = _kinds(*read, common)
+    before, after = read
+    kinds = _kinds(before, after, common)
     return list(_compared(*(_sampled(table, kinds) for table in read)))
 
 
@@ -124,10 +125,10 @@ def _kinds(before: _Table, after: _Table, common: Sequence[str]) -> dict[str, st
         return fmean([sample.reward or 0.0 for sample in table[problem]])
 
     def change(problem: str) -> tuple[float, float]:
-        texts = [
+        old, new = (
             "\n".join(sorted(one.completion for one in table[problem]))[:MAX_CHARACTERS] for table in (before, after)
-        ]
-        likeness = SequenceMatcher(None, *texts, autojunk=False).quick_ratio()
+        )
+        likeness = SequenceMatcher(None, old, new, autojunk=False).quick_ratio()
         return abs(reward(after, problem) - reward(before, problem)), -likeness
 
     kinds: dict[str, str] = {}

@@ -35,7 +35,7 @@ from mcore_rl.workers.failures import (
     signal_name,
 )
 from mcore_rl.workers.forked_rank import PR_SET_PDEATHSIG, THREADS, ForkedRank, imported, stop_signals
-from mcore_rl.workers.live_line import LIVE_FILE, LiveLine
+from mcore_rl.workers.live_line import LIVE_FILE, LiveLine, bytes_of
 from mcore_rl.workers.signed_store import SECRET_FILE, write_secret
 
 POLL_S = 0.05
@@ -147,7 +147,7 @@ def launch_local(
         (log_dir / NOT_WRITER).touch()
     environment |= {FAILURES: str(causes), STAGE_FILE: str(stage), SECRET_FILE: str(secret)}
     has_terminal = sys.stdout.isatty() and sys.stderr.isatty()
-    live = LiveLine(sys.stdout.buffer, (log_dir / ".live").resolve() if has_terminal else None)
+    live = LiveLine(bytes_of(sys.stdout), (log_dir / ".live").resolve() if has_terminal else None)
     if live.path:
         # The ranks write to pipes, which have no width.
         environment |= {LIVE_FILE: str(live.path), "COLUMNS": str(shutil.get_terminal_size().columns)}
@@ -163,7 +163,7 @@ def launch_local(
             first = ranks[0]
             for pipe, console in ((first.process.stdout, sys.stdout), (first.process.stderr, sys.stderr)):
                 assert pipe is not None
-                tee = threading.Thread(target=_tee, args=(pipe, console.buffer, first.log, live), daemon=True)
+                tee = threading.Thread(target=_tee, args=(pipe, bytes_of(console), first.log, live), daemon=True)
                 tee.start()
                 first.tees.append(tee)
             return _wait(ranks, caught, causes, stage, live, meanwhile)

@@ -3,12 +3,14 @@
 The process that started rank 0 draws it; rank 0 writes the text to the file LIVE_FILE, set only if there is a terminal.
 """
 
+import codecs
+import io
 import os
 import shutil
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, TextIO
 
 LIVE_FILE = "MCORE_RL_LIVE_FILE"
 """Environment variable with the file to which rank 0 writes the text of the line."""
@@ -25,6 +27,22 @@ def show_live_line(text: str) -> None:
     """Replace the text of the live line by `text`, one line; on a full disk the old text stays."""
     with suppress(OSError):
         Path(os.environ[LIVE_FILE]).write_text(text, encoding="utf-8")
+
+
+def bytes_of(stream: TextIO) -> IO[bytes]:
+    """Return where bytes for `stream` are written; a notebook's has text alone, which they become."""
+    if hasattr(stream, "buffer"):
+        return stream.buffer
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    class _Decoded(io.RawIOBase):
+        def write(self, chunk: Any) -> int:
+            return stream.write(decoder.decode(bytes(chunk)))
+
+        def flush(self) -> None:
+            stream.flush()
+
+    return _Decoded()
 
 
 class LiveLine:

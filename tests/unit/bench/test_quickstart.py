@@ -59,7 +59,7 @@ def test_what_has_its_row_is_not_run_again(monkeypatch: pytest.MonkeyPatch, tmp_
 
 def test_the_page_has_the_table_of_all_results() -> None:
     rows = json.loads(quickstart.RESULTS.read_text())["rows"]
-    page = Path(__file__).parents[3] / "docs/benchmarks.md"
+    page = Path(__file__).parents[3] / "bench/results/README.md"
     assert f"\n{quickstart.table(rows)}\n" in page.read_text()
 
 

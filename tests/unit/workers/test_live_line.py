@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.workers.live_line import CLEAR, LIVE_FILE, LiveLine, has_live_line, show_live_line
+from mcore_rl.workers.live_line import CLEAR, LIVE_FILE, LiveLine, bytes_of, has_live_line, show_live_line
 
 PROGRAM = """
 import sys
@@ -87,3 +87,14 @@ def test_a_pipe_gets_plain_lines(tmp_path: Path) -> None:
     process = started(tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     output, errors = process.communicate(timeout=60)
     assert (output, errors) == (b"first False\nsecond\n", b"")
+
+
+def test_output_reaches_a_stream_of_text_alone_such_as_a_notebooks():
+    notebook = io.StringIO()
+    console = bytes_of(notebook)
+    for chunk in ("step é".encode()[:-1], "é\n".encode()[1:]):
+        console.write(chunk)
+        console.flush()
+    assert notebook.getvalue() == "step é\n"
+    file = io.TextIOWrapper(io.BytesIO())
+    assert bytes_of(file) is file.buffer
