@@ -10,7 +10,7 @@ import shutil
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import IO, Any, TextIO, cast
 
 LIVE_FILE = "MCORE_RL_LIVE_FILE"
 """Environment variable with the file to which rank 0 writes the text of the line."""
@@ -42,7 +42,7 @@ def bytes_of(stream: TextIO) -> IO[bytes]:
         def flush(self) -> None:
             stream.flush()
 
-    return _Decoded()
+    return cast("IO[bytes]", _Decoded())
 
 
 class LiveLine:
