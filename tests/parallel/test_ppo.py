@@ -276,8 +276,8 @@ ADAM = OptimConfig(
     weight_decay=0.0,
     clip_grad=None,
 )
-ROUNDED, ROUNDINGS = 4, 32
-"""A loss in fp32 may differ from that in float64 by what one rounding of every weight changes, over four draws, times
+ROUNDED, ROUNDINGS = 2, 32
+"""A loss in fp32 may differ from that in float64 by what one rounding of every weight changes, over two draws, times
 the root of the number of roundings in a row in a pass and its gradients: of a hundred and more, with a margin of three.
 """
 COMPARED = {name: MESHES[name] for name in ("tp2", "pp2", "ep2", "pp2-vpp2", "cp2", "dp2", "tp2-ep2")}

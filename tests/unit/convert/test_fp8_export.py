@@ -165,12 +165,19 @@ FAULTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 """Changes of config.json and of tensors, and the message."""
 
 
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An import of the model."""
+    config, stored, _ = model()
+    folder = tmp_path_factory.mktemp("imported")
+    return imported(write_hf(folder / "hf", config, stored), folder / "ckpt")
+
+
 @pytest.mark.parametrize(("settings", "changes", "message"), FAULTS, ids=[message for *_, message in FAULTS])
 def test_a_reference_that_contradicts_itself_or_the_model_is_refused(
-    settings: dict[str, Any], changes: dict[str, Any], message: str, tmp_path: Path
+    checkpoint: Path, settings: dict[str, Any], changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     config, stored, _ = model()
-    checkpoint = imported(write_hf(tmp_path / "hf", config, stored), tmp_path / "ckpt")
     reference = write_hf(tmp_path / "reference", config | settings, changed(stored, changes))
     with pytest.raises(CheckpointError, match=message):
         exported(checkpoint, tmp_path / "again", reference=reference, quantize="fp8")
