@@ -40,9 +40,13 @@ SMALLER = {
     "mcore-rl rm": f"{SHORT} {ALONE} train.global_batch=8 train.eval_batches=1 train.eval_interval=none",
     "mcore-rl dpo": f"{SHORT} {ALONE} train.global_batch=8 data.train=runs/quickstart/pairs_valid.jsonl",
     "mcore-rl rl": f"{SHORT} {ALONE} {EIGHT} train.global_batch=4 train.eval_interval=none",
+    "mcore-rl rl my.toml": f"{SHORT} {ALONE} {EIGHT} train.global_batch=4 train.eval_interval=none "
+    "rl.rollout.max_new_tokens=64",
     "mcore-rl rl tiny_moe/ppo": f"{SHORT} {ALONE} {EIGHT} train.global_batch=4 train.eval_interval=none "
     "rl.advantage.critic.warmup_rollouts=0",
     "mcore-rl eval": f"rl.eval.num_prompts=8 {ALONE}",
+    # A model of random weights ends no completion: as long as a recipe allows is a thousand tokens and more.
+    "mcore-rl eval --model": f"rl.eval.num_prompts=8 {ALONE} rl.rollout.max_new_tokens=64",
     "mcore-rl eval tiny_moe/rm": ALONE,
     "mcore-rl study": "overrides=[train.global_batch=2,train.steps=4,optim.warmup_steps=0,train.eval_interval=none,"
     "mesh.tp=1,mesh.ep=1,rl.rollout.prompts_per_step=2,rl.rollout.group_size=4]",
@@ -108,6 +112,7 @@ def test_quickstart_goes_from_text_to_a_report_and_does_nothing_twice(
         assert tried.returncode == 0, f"{line}\n{tried.stderr}"
 
 
+@pytest.mark.full
 def test_the_pipeline_of_a_real_model_runs_on_a_tiny_one(warm: Path, tmp_path: Path) -> None:
     write_tokenizer(saved("llama", tmp_path / "smollm2", max_position_embeddings=512))
     few = ("--batches", "1", "mesh.ep=1")
