@@ -151,18 +151,15 @@ def test_replay_changes_many_routes_of_the_other_weights(model: str) -> None:
     assert 0.2 < changed / count < 0.8
 
 
-@pytest.mark.matrix("cp2")
+@pytest.mark.matrix("full-cp2")
 @pytest.mark.parametrize("mesh", ["tp2", "pp2-vpp2", "ep2", "cp2"])
-def test_multi_token_prediction_routes_for_itself(mesh: str) -> None:
-    cases = [
-        Case(model="deepseek_v3-mtp", mesh=MESHES[mesh], recompute=recompute, layouts=("packed",))
-        for recompute in ("none", "full")
-    ]
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_multi_token_prediction_routes_for_itself(recompute: str, mesh: str) -> None:
+    (found,) = outcomes([Case(model="deepseek_v3-mtp", mesh=MESHES[mesh], recompute=recompute, layouts=("packed",))])
     reference = one_rank("deepseek_v3-mtp").outcomes["packed"]
     assert sorted(reference.recorded) == [1, 2, 3]
-    for found in outcomes(cases):
-        assert_equal(found["packed"], reference)
-        assert_unchanged(found["packed"], reference)
+    assert_equal(found["packed"], reference)
+    assert_unchanged(found["packed"], reference)
 
 
 @pytest.mark.full
@@ -205,7 +202,8 @@ def test_routes_of_one_rank_are_recorded_and_imposed_as_an_oracle_does(model: st
         assert_same_training(one_rank(model).outcomes[layout], oracle)
 
 
-@pytest.mark.matrix("qwen3_moe-full-pp2-vpp2")
+@pytest.mark.matrix("qwen3_moe-full-pp2-vpp2-full")
+@pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize(
     ("model", "mesh"),
     [
@@ -213,16 +211,15 @@ def test_routes_of_one_rank_are_recorded_and_imposed_as_an_oracle_does(model: st
         ("deepseek_v3-full", "cp2-pp2-ep2"),
     ],
 )
-def test_what_one_rank_dropped_is_dropped_on_every_mesh(model: str, mesh: str) -> None:
+def test_what_one_rank_dropped_is_dropped_on_every_mesh(model: str, mesh: str, recompute: str) -> None:
     """With the weights of the record each mesh drops the same by itself; with others it drops as recorded."""
-    cases = [Case(model=model, mesh=MESHES[mesh], recompute=recompute) for recompute in ("none", "full")]
+    (found,) = outcomes([Case(model=model, mesh=MESHES[mesh], recompute=recompute)])
     recorded = one_rank(model).outcomes["packed"].recorded.values()
     codes = [code for routes in recorded for codes in routes.values() for code in codes]
     assert 0 < sum(code >= 8 for code in codes) < len(codes) / 2
-    for found in outcomes(cases):
-        for layout, outcome in found.items():
-            assert outcome.errors == [""] * len(outcome.errors)
-            assert_same_training(outcome, oracle_of(model)[layout])
+    for layout, outcome in found.items():
+        assert outcome.errors == [""] * len(outcome.errors)
+        assert_same_training(outcome, oracle_of(model)[layout])
 
 
 @pytest.mark.matrix(
