@@ -183,8 +183,14 @@ def chunks_of(answer: Mapping[str, Any], body: Mapping[str, Any]) -> Iterator[di
 def events_of(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield a whole message as the events of Anthropic's stream, each block in one piece."""
     usage = message["usage"]
-    empty = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": {**usage, "output_tokens": 0}}
+    empty: dict[str, Any] = {
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": {**usage, "output_tokens": 0},
+    }
     yield {"type": "message_start", "message": {**message, **empty}}
+    begun: dict[str, Any]
     for n, block in enumerate(message["content"]):
         match block:
             case {"type": "tool_use", "input": given}:
