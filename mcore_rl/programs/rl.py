@@ -24,7 +24,7 @@ from mcore_rl.programs.inputs import refuse_other_tokenizer
 from mcore_rl.programs.open_run import is_done, open_run
 from mcore_rl.programs.rollouts import Prompts, load_prompts, make_flow, open_rollouts
 from mcore_rl.rl.batch import LogprobHead
-from mcore_rl.rl.engines.base import StoppableEngine
+from mcore_rl.rl.engines.base import end_waits_when
 from mcore_rl.rl.rewards.score import TRIED_AT_START, FailedPart, FailureReport, try_reward
 from mcore_rl.rl.rollouts.prompts import refuse_prompts_without_teacher
 from mcore_rl.rl.step.learner import Learner, OptionalParts, policy_logprobs
@@ -91,8 +91,7 @@ def train(config: RlRunConfig) -> None:
                 rollouts.flow = stack.enter_context(
                     closing(make_flow(rollouts, run.state.progress, config.train.steps))
                 )
-            if isinstance(rollouts.engine, StoppableEngine):
-                rollouts.engine.end_waits_when(lambda: run.request.is_urgent)
+            end_waits_when(rollouts.engine, lambda: run.request.is_urgent)
             try:
                 rollouts.update_weights(run.state.progress.step)
             except StoppedError:

@@ -15,6 +15,7 @@ from mcore_rl.metrics.verdict import OverOptimization, verdict
 from mcore_rl.model.router_load import RouterLoad
 from mcore_rl.planning.flops import train_flops_by_length
 from mcore_rl.rl.batch import Minibatch
+from mcore_rl.rl.engines.base import rest
 from mcore_rl.rl.rollouts.evaluation import (
     evaluate_policy,
     evaluation_metrics,
@@ -73,7 +74,7 @@ class RlTrainer(Trainer):
             progress.reward_moments.clear()
             progress.reward_moments.update(moments)
             raise
-        self.rollouts.rest()
+        rest(self.rollouts.engine)
         progress.consumed_prompts += rollout.num_prompts
         step_log.generated(rollout)
 
@@ -115,7 +116,7 @@ class RlTrainer(Trainer):
         step_log.pushed(after)
 
     def _save(self) -> None:
-        self.rollouts.rest()  # a save brings the optimizer state to the device
+        rest(self.rollouts.engine)  # a save brings the optimizer state to the device
         super()._save()
 
     def _evaluate(self, *, is_last: bool) -> None:

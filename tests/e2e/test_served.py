@@ -234,6 +234,7 @@ def test_sigterm_ends_a_run_within_seconds_in_whatever_wait_for_a_server_and_its
             run = begin_main("mcore_rl.programs.rl", words, output)
             assert hung.wait(120), output.read_text()
             sent_s = time.monotonic()
+            assert run.pid is not None
             os.kill(run.pid, signal.SIGTERM)
             run.join(60)
             assert run.exitcode == 0 and time.monotonic() - sent_s < 20, (path, output.read_text())

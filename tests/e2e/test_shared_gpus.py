@@ -113,6 +113,7 @@ def test_a_trainer_that_is_killed_in_any_state_leaves_no_server_and_its_next_sta
         killed = begin_main(
             "mcore_rl.programs.rl", [*words, f'rl.engine.args=["--hang","{call}"]'], tmp_path / f"out_{number}"
         )
+        assert killed.pid is not None
         try:
             wait_for(partial(says, log, f"hangs at {call.partition('#')[0]}"), 120)
             servers = [one for one in psutil.Process(killed.pid).children(recursive=True) if is_fake_server(one)]

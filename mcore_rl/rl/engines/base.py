@@ -159,10 +159,30 @@ class SharingEngine(Engine, Protocol):
     """An engine that takes turns with the trainer: one of them has the memory of the GPUs."""
 
     def wake(self) -> None:
-        """Collective over the world: take the memory, and the weights of the last `update_weights`, before requests."""
+        """Take the memory, and the weights of the last `update_weights`, before requests."""
 
     def rest(self) -> None:
-        """Collective over the world: give the memory back, unless that is done. No request may be in progress."""
+        """Give the memory back, unless that is done."""
+
+
+def end_waits_when(engine: Engine, is_asked: Callable[[], bool]) -> None:
+    """End waits of an engine for other processes soon after `is_asked` has become true (StoppableEngine)."""
+    if isinstance(engine, StoppableEngine):
+        engine.end_waits_when(is_asked)
+
+
+def wake(engine: Engine) -> None:
+    """Collective over the world: let an engine take memory that it shares with the trainer, before it generates."""
+    if isinstance(engine, SharingEngine):
+        engine.wake()
+
+
+def rest(engine: Engine) -> None:
+    """Collective over the world: let an engine give back memory that it shares with the trainer. No request may be in
+    progress.
+    """
+    if isinstance(engine, SharingEngine):
+        engine.rest()
 
 
 def asking_or_none(engine: Engine) -> AskingEngine | None:

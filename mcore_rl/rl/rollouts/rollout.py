@@ -18,7 +18,7 @@ from mcore_rl.data.answer_ends import step_tokens
 from mcore_rl.megatron.agree import on_every_rank
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.metrics.metrics import Metric
-from mcore_rl.rl.engines.base import Engine, Sampling, SharingEngine, asking
+from mcore_rl.rl.engines.base import Engine, Sampling, asking, wake
 from mcore_rl.rl.rewards.interface import TextStep
 from mcore_rl.rl.rewards.score import (
     FailedPart,
@@ -194,8 +194,7 @@ class Rollouts:
         by index; summaries of all groups, in order; metrics of all replicas.
         """
         own = own_positions(len(prompts), self.mesh)
-        if isinstance(self.engine, SharingEngine):
-            self.engine.wake()
+        wake(self.engine)
         start_s = time.perf_counter()
         generate = self.engine.generate if self.conversations is None else self.conversations.hold
         groups = generate([prompts[p] for p in own], sampling, [seeds_PG[p] for p in own])
@@ -222,11 +221,6 @@ class Rollouts:
         with self.flow.held():
             self.engine.update_weights(step)
         self.flow.admit(step // self.updates_per_rollout)
-
-    def rest(self) -> None:
-        """Let the engine give back memory that it shares with the trainer, until it generates again."""
-        if isinstance(self.engine, SharingEngine):
-            self.engine.rest()
 
     def _take_from(self, flow: "GroupFlow", cursor: int) -> tuple[dict[int, Group], list[GroupSummary], list[Metric]]:
         start_s = time.perf_counter()
