@@ -503,7 +503,7 @@ class FileTransport:
                 shutil.rmtree(self._folder, ignore_errors=True)
         watch.lap("transfer")
         for part, of_ranks in self._seconds.items():
-            watch.seconds[part] += max(of_ranks.values(), default=0)
+            watch.seconds[part] += max(of_ranks.values(), default=0)  # type: ignore[assignment]  # typed for whole counts
         return sizes
 
     def _send(self, writer: ThreadPoolExecutor, loading: Future[Sizes] | None) -> Sizes:

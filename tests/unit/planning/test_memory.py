@@ -425,7 +425,7 @@ def test_servers_on_the_ranks_gpus_have_two_phases_of_their_own_and_keep_a_rest_
     """Qwen3-30B-A3B in bf16, 48 layers of 4 heads of 128 numbers for keys and values, on 4 GPUs a server."""
     memory, alone = shared(), shared("rl.engine.share_gpus=false", "rl.engine.urls=['http://a:1']")
     server = memory.server
-    assert alone.server is None and "push" not in alone.phases
+    assert alone.server is None and "generate" not in alone.phases
     assert server.weights == pytest.approx(30.53e9 * 2 / 4, rel=0.002)
     assert server.token == 48 * 2 * 1 * 128 * 2 and server.sample == 10240 * server.token
     # A layer: 128 experts of 3 x 2048 x 768, attention and router.
