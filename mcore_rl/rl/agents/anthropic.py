@@ -14,8 +14,15 @@ REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the chat form of a body. Unknown fields stay, so that they are refused. Raises RefusedError for a part of
-    a message that is neither text, thinking, nor a tool's call or result.
+    a message that is neither text, thinking, nor a tool's call or result, and for a body of another form.
     """
+    try:
+        return _chat_body(body)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise RefusedError(f"the body is not of Anthropic's form: {type(error).__name__}: {error}") from None
+
+
+def _chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
     known = (*SAME, "messages", "system", "tools", "tool_choice", "stop_sequences", "thinking")
     found = {name: value for name, value in body.items() if name in SAME or name not in known}
     if body.get("stop_sequences"):

@@ -23,6 +23,8 @@ from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.schedule import run_pass
 from mcore_rl.rl import workers
 from mcore_rl.rl.agents.answers import format_of, message_of
+from mcore_rl.rl.agents.anthropic import chat_body
+from mcore_rl.rl.agents.endpoint import RefusedError
 from mcore_rl.rl.agents.hold import try_agent
 from mcore_rl.rl.agents.session import Call, Session, common_length
 from mcore_rl.rl.batch import LogprobHead, PolicyMicrobatch, evaluating, make_microbatch
@@ -202,6 +204,26 @@ def test_anthropics_form_is_the_same_history_in_other_words(
     assert len(one.episode.turns) == 2 and not one.segments
     text = f"[add ]s:calculate<end>u:go<end>a:{calling}<end>t:3<end>a:<think>easy</think>end!<end>"
     assert chat.decode(group.prompt.tokens_T + one.tokens_T) == text
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": ["hi"]},
+        {"messages": [{"role": "user"}]},
+        {"messages": [{"role": "user", "content": [{"text": "no type"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+        {"messages": [{"role": "user", "content": 3}]},
+        {"messages": 3},
+        {"messages": [], "tools": [{"type": "bash_20250124", "name": "bash"}]},
+        {"messages": [], "tool_choice": "auto"},
+    ],
+    ids=str,
+)
+def test_a_body_of_another_form_than_anthropics_is_refused(body: dict[str, object]) -> None:
+    with pytest.raises(RefusedError) as refused:
+        chat_body(body)
+    assert refused.value.status == 400
 
 
 FORMS = {
