@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from math import exp
 from pathlib import Path
 from types import MappingProxyType
 
@@ -21,7 +22,7 @@ from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.model.build import settle_weights, unwrap
 from mcore_rl.rl.batch import Minibatch, PolicyMicrobatch
-from mcore_rl.rl.step.losses import Objective, kl_estimate, next_kl_coeff
+from mcore_rl.rl.step.losses import Objective, kl_estimate
 from mcore_rl.rl.step.policy_routes import PolicyLogprobs, PolicyRoutes
 from mcore_rl.rl.types import Rollout, WaitingBytes
 from mcore_rl.storage.checkpoint import delete, saved_steps
@@ -120,6 +121,24 @@ class Reference:
                 continue
             yield from model.parameters()
             yield from (buffer for buffer in model.buffers() if buffer.is_floating_point())
+
+
+LARGEST_ERROR = 0.2
+"""Largest relative error of the KL that the controller responds to."""
+KL_COEFFS = torch.finfo(torch.float32)
+"""Range of a KL coefficient, which weighs float32 terms: from the smallest normal number to the largest."""
+
+
+def next_kl_coeff(coeff: float, kl_nats: float, *, target: float, horizon: int, num_completions: int) -> float:
+    """Return the coefficient of the next rollout batch: larger where the KL is above its target, smaller below it. KLs
+    are in nats, summed over a completion's tokens, mean over completions.
+
+    The authors of arXiv 1909.08593 limit the error to 0.2 and multiply by 1 + error x completions / horizon, which is
+    negative beyond five horizons. Here that is added to the logarithm, the same for small steps, and a batch of more
+    than one horizon counts as one: a factor is at most e^0.2. The coefficient stays a number of float32.
+    """
+    error = min(max(kl_nats / target - 1.0, -LARGEST_ERROR), LARGEST_ERROR)
+    return min(max(coeff * exp(error * min(1.0, num_completions / horizon)), KL_COEFFS.tiny), KL_COEFFS.max)
 
 
 class ReferencePass:

@@ -6,9 +6,8 @@ and sg stops the gradient.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from math import exp
 from typing import Literal, NamedTuple
 
 import torch
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from mcore_rl.config.rl.loss import Aggregation, Clip, Correction
 from mcore_rl.megatron.mesh import Axis
-from mcore_rl.metrics.metrics import Metric
 from mcore_rl.rl.batch import BatchTotals
 
 LOG_RATIO_LIMIT = 20.0
@@ -136,24 +134,6 @@ def anchored_means(values_T: Tensor, sequence_T: Tensor, lengths_N: Tensor, cp: 
     """
     means_N = sequence_sums(values_T, sequence_T, len(lengths_N), cp) / lengths_N.clamp(min=1)
     return means_N[sequence_T].to(values_T.dtype) + (values_T - values_T.detach())
-
-
-LARGEST_ERROR = 0.2
-"""Largest relative error of the KL that the controller responds to."""
-KL_COEFFS = torch.finfo(torch.float32)
-"""Range of a KL coefficient, which weighs float32 terms: from the smallest normal number to the largest."""
-
-
-def next_kl_coeff(coeff: float, kl_nats: float, *, target: float, horizon: int, num_completions: int) -> float:
-    """Return the coefficient of the next rollout batch: larger where the KL is above its target, smaller below it. KLs
-    are in nats, summed over a completion's tokens, mean over completions.
-
-    The authors of arXiv 1909.08593 limit the error to 0.2 and multiply by 1 + error x completions / horizon, which is
-    negative beyond five horizons. Here that is added to the logarithm, the same for small steps, and a batch of more
-    than one horizon counts as one: a factor is at most e^0.2. The coefficient stays a number of float32.
-    """
-    error = min(max(kl_nats / target - 1.0, -LARGEST_ERROR), LARGEST_ERROR)
-    return min(max(coeff * exp(error * min(1.0, num_completions / horizon)), KL_COEFFS.tiny), KL_COEFFS.max)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -480,49 +460,3 @@ def router_shift_statistics(tokens: PolicyTokens, floor: float) -> dict[str, Ten
         "router_shift": tokens.total(shift_T.double()),
         "router_shift_floored": tokens.total((shift_T < floor).double()),
     }
-
-
-TOKEN_MEANS = {
-    "loss": "policy/loss",
-    "objective": "policy/objective",
-    "entropy": "policy/entropy_nats",
-    "kl_old": "policy/kl_old_nats",
-    "kl_reference": "policy/kl_reference_nats",
-    "kl_teacher": "teacher/kl_nats",
-    "clipped_low": "policy/clip_ratio_low",
-    "clipped_high": "policy/clip_ratio_high",
-    "clamped": "policy/clamped_fraction",
-    "router_shift": "policy/router_shift_ratio",
-    "router_shift_floored": "policy/router_shift_floored_fraction",
-    "mismatch_kl": "rollout/mismatch_kl_nats",
-    "correction_masked": "rollout/importance_sampling_masked_fraction",
-}
-"""Metric name of each sum that is reported as a mean over trained tokens."""
-
-
-def update_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> Iterator[Metric]:
-    """Yield the metrics of an update from its statistics, reduced over the world and all microbatches."""
-    count, sequences = sums["count"], sums["sequences"]
-    for name, metric in TOKEN_MEANS.items():
-        if name in sums:
-            yield Metric(metric, sums[name], count)
-    if "ptx_loss" in sums:
-        yield Metric("ptx/loss_nats", sums["ptx_loss"], sums["ptx_count"])
-    for side in ("low", "high"):
-        yield Metric(f"policy/clip_ratio_{side}_sequences", sums[f"clipped_{side}_sequences"], sequences)
-    mean = sums["ratio_minus_1"] / count
-    yield Metric("policy/ratio_mean", count + sums["ratio_minus_1"], count)
-    # Moments about 1, so that rounding does not swamp the small variance of ratios near 1.
-    yield Metric("policy/ratio_variance", max(0.0, sums["ratio_minus_1_squared"] - count * mean**2), count)
-    yield Metric("policy/log_ratio_max", maxima["log_ratio"])
-    yield Metric("policy/log_ratio_min", -maxima["minus_log_ratio"])
-    if "mismatch" in maxima:
-        yield Metric("rollout/mismatch_max", maxima["mismatch"])
-
-
-def staleness_metrics(sums: Mapping[str, float]) -> Iterator[Metric]:
-    """Yield, from the same statistics, the fraction of stale tokens and the mismatch of current tokens."""
-    num_current = sums["count"] - sums["stale"]
-    yield Metric("rollout/stale_fraction", sums["stale"], sums["count"])
-    if num_current:
-        yield Metric("rollout/mismatch_kl_current_nats", sums["mismatch_kl_current"], num_current)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.rl.step.losses import next_kl_coeff
+from mcore_rl.rl.models.reference import next_kl_coeff
 
 
 @pytest.mark.parametrize(

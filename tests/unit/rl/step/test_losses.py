@@ -8,8 +8,9 @@ import torch
 from torch import tensor
 
 from mcore_rl.metrics.metrics import reduced
-from mcore_rl.rl.step.losses import policy_loss, staleness_metrics, update_metrics
+from mcore_rl.rl.step.losses import policy_loss
 from mcore_rl.rl.step.objective import policy_objective
+from mcore_rl.rl.step_log import staleness_metrics, update_metrics
 from tests.sections import loss_config
 from tests.unit.rl.ragged import ALONE, CUT, batch, over_sequences, responses, tokens_of, with_gradient
 
