@@ -7,7 +7,8 @@ import pytest
 from tests.forked import succeed
 
 STEP = {
-    "rl/trainer.py": "the step, in order, and its observer",
+    "rl/trainer.py": "the step, in order",
+    "rl/step_log.py": "its observer, which logs it",
     # Prompts, completions, rewards.
     "rl/rollouts/rollout.py": "scored groups of the next prompts",
     "rl/rollouts/signal.py": "how many groups have a signal, and warnings where few have",
