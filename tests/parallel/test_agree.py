@@ -108,6 +108,7 @@ def threads_of_meshes() -> list[Counter[str]]:
         destroy_mesh()
         counts.append(_gloo_threads())
         build_mesh(MeshConfig(tp=2))
+    dist.barrier()  # the same at the end of the process
     return [counts[0], counts[1], counts[3]]
 
 

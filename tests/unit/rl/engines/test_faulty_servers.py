@@ -93,7 +93,7 @@ FAULTS: dict[str, Fault] = {
     "is of an older vLLM": Fault(
         enter, "is vllm 0.31.0; tried are versions from 0.32", {"software": "0.31.0"}, None, V
     ),
-    "is of a newer SGLang": Fault(enter, "is sglang 0.6.0; tried are", {"software": "0.6.0"}, None, S),
+    "is of a newer SGLang": Fault(enter, "is sglang 0.6.0, newer than the table", {"software": "0.6.0"}, None, S),
     "is another run's": Fault(
         enter, "belongs to the run /runs/b.*Give this run servers", {"version": OTHER.version(4)}
     ),

@@ -110,7 +110,7 @@ def updated(api: ServerApi) -> None:
     api.pause()
     api.start_update()
     if api.KIND == "sglang":
-        api.load({"path": "/weights/model.safetensors"})
+        api.load({"files": [{"path": "/weights/model.safetensors"}]})
     api.finish_update(3)
     api.reset_caches()
     api.resume()
