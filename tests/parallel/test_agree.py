@@ -96,6 +96,7 @@ def policies_of_threads() -> dict[str, set[int]]:
     for number, name in _threads():
         with suppress(ProcessLookupError):
             policies.setdefault(name, set()).add(os.sched_getscheduler(number))
+    dist.barrier()  # a rank that ends while the other still connects would reset its connection
     return policies
 
 
