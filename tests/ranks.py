@@ -1,5 +1,6 @@
 """`run_ranks`: a function on real gloo ranks, each its own process."""
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -87,6 +88,9 @@ def _run_rank(sender: Connection, rank: int, num_ranks: int, port: int, work: by
         start(PlatformConfig(timeout_s=120.0))
         payload = pickle.dumps(function(*args))
         sender.send((None, payload))
+        # A rank that ends takes its connections with it, and rank 0 the store, which others may still wait for.
+        with contextlib.suppress(RuntimeError, ValueError):
+            torch.distributed.barrier()
         stop()
     except BaseException:  # noqa: BLE001  # whatever it is, the test must show it
         sender.send((traceback.format_exc(), None))
