@@ -45,7 +45,7 @@ class Machine:
     is_large: bool = False
     """Whether shapes are those of a measurement, rather than of a rehearsal."""
     figures: dict[str, Any] = field(default_factory=dict)
-    """What the step has found so far."""
+    """The figures that the step has found so far."""
     table: list[tuple[str, str, str]] = field(default_factory=list)
     """Rows of the table for people: a figure's name, the figure, and what to hold it against."""
     wrong: list[str] = field(default_factory=list)
