@@ -7,8 +7,8 @@
 A Qwen3-MoE of 5 M parameters (24 layers of width 64, 32 experts, 4 a token) is fine-tuned for `--sft-steps` steps on
 reversing 2 to 4 digits. Each arm then trains from there on `--rollouts` rollout batches of 128 completions for
 strings of 2 and 3 digits, with 4 updates each. In the last three the rollout engine's weights are rounded to bf16
-(bench/rounded_engine.py). `mcore-rl study` runs the arms and writes rows, table and figures; they are copied to
-bench/results/study.json and docs/images/study.svg, or for another learning rate to study-LR.json and study-LR.svg.
+(bench/rounded_engine.py). `mcore-rl study` runs the arms and writes rows and table. The rows are copied to
+bench/results/study.json and drawn as docs/images/study.svg, or for another learning rate as study-LR.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from bench.learning import ROOT, run_study, study_toml
 from bench.rl_folder import VOCAB, program, write_tokenizer
+from bench.study_figures import draw
 
 MODEL = f"""
 [model]
@@ -152,7 +153,7 @@ def main() -> None:
     run_study(folder, study_text(run_dir, start, args), run_dir, args.budget_minutes)
     name = "study" if args.lr == LR else f"study-{args.lr:g}"
     shutil.copy(run_dir / "study.json", args.output / "bench" / "results" / f"{name}.json")
-    shutil.copy(run_dir / "study.svg", args.output / "docs" / "images" / f"{name}.svg")
+    draw(run_dir / "study.json", args.output / "docs" / "images" / f"{name}.svg")
 
 
 if __name__ == "__main__":

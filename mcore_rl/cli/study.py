@@ -1,4 +1,4 @@
-"""`mcore-rl study`: runs from the same start that differ in a few fields, with a table and a picture of them."""
+"""`mcore-rl study`: runs from the same start that differ in a few fields, with a table of them."""
 
 import argparse
 import os
@@ -14,7 +14,7 @@ from rich.console import Console
 
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.cli.start_ranks import next_log_dir
-from mcore_rl.cli.study_results import as_json, as_markdown, as_svg, read_run, rows_of
+from mcore_rl.cli.study_results import as_json, as_markdown, read_run, rows_of
 from mcore_rl.config.load import load_config
 from mcore_rl.config.pipeline import StudyConfig
 from mcore_rl.errors import ConfigError
@@ -22,7 +22,7 @@ from mcore_rl.programs.finished_run import changes_since_done, refuse_other_run
 from mcore_rl.storage.files import disk_errors_explained, has_mark, make_folder, refuse_replacing, write_atomically
 from mcore_rl.workers.launcher import launch_local
 
-RESULTS = ("study.md", "study.json", "study.svg")
+RESULTS = ("study.md", "study.json")
 STUDY_MARK = "written by mcore-rl study"
 """Marks each output file, so that an earlier file is recognised."""
 
@@ -101,10 +101,9 @@ def refuse_other_files(folder: Path, config: Path) -> None:
 
 
 def write_results(study: StudyConfig, planned: Sequence[PlannedRun]) -> str:
-    """Write study.json, study.md and study.svg for all runs so far, and return the text of study.md."""
+    """Write study.json and study.md for all runs so far, and return the text of study.md."""
     runs = [read_run(run.arm, run.seed, run.folder) for run in planned]
-    rows = rows_of(runs, study.collapse_below)
-    text = as_markdown(rows)
+    text = as_markdown(rows_of(runs, study.collapse_below))
     unfinished = [
         f"{run.arm}, seed {run.seed} ({run.rollouts} rollout batches)" for run in runs if run.starts and not run.is_done
     ]
@@ -113,11 +112,10 @@ def write_results(study: StudyConfig, planned: Sequence[PlannedRun]) -> str:
     if unfinished:
         text += f"\nNot in the table, because not done: {'; '.join(unfinished)}.\n"
     settings = {"comment": STUDY_MARK} | study.model_dump(mode="json", exclude={"run_dir", "budget_minutes"})
-    comment = f"<!-- {STUDY_MARK} -->\n"
     out = Path(study.run_dir)
     make_folder(out, "Choose another run_dir.")
     with disk_errors_explained(out, "Make room (or give write access) there, and run the same command again."):
-        contents = (comment + text, as_json(settings, runs), as_svg(rows).replace("\n", f"\n{comment}", 1))
+        contents = (f"<!-- {STUDY_MARK} -->\n{text}", as_json(settings, runs))
         for name, content in zip(RESULTS, contents, strict=True):
             write_atomically(out / name, content.encode())
     return text
