@@ -18,7 +18,7 @@ from mcore_rl.errors import escaped
 from mcore_rl.metrics.jsonl import FILE_NAME, JsonlSink
 from mcore_rl.metrics.metric_table import Reported
 from mcore_rl.metrics.metrics import Metric, reduced
-from mcore_rl.workers.live_line import has_live_line, show_live_line
+from mcore_rl.workers.launcher import is_shown_on_terminal
 
 MOST_SAMPLES = 64
 """Maximum number of samples of a rollout batch that sinks with tables get."""
@@ -98,9 +98,6 @@ class Log:
         elif step % self._config.matrix_interval == 0:
             due, self._pending_matrices = due + self._pending_matrices, []
         self._write(step, due)
-        for sink in self._sinks:
-            if isinstance(sink, ConsoleSink):
-                sink.show_step(step)
 
     def flush(self, step: int, metrics: Iterable[Metric] = ()) -> None:
         """Write pending values, with `metrics`, before a checkpoint, which does not hold it: a run that resumes there
@@ -180,8 +177,7 @@ def open_log(
         Console(),
         total_steps,
         is_quiet=config.console == "quiet",
-        has_live_line=has_live_line(),
-        has_columns=has_live_line() and config.console != "verbose",
+        has_columns=is_shown_on_terminal() and config.console != "verbose",
     )
     return Log([console, JsonlSink(run_dir / FILE_NAME, resume_step), *optional], config, resume_step)
 
@@ -195,16 +191,10 @@ class ConsoleSink:
     """Sink that prints one line per step; colours only on a terminal."""
 
     def __init__(
-        self,
-        console: Console,
-        total_steps: int,
-        *,
-        is_quiet: bool = False,
-        has_live_line: bool = False,
-        has_columns: bool = False,
+        self, console: Console, total_steps: int, *, is_quiet: bool = False, has_columns: bool = False
     ) -> None:
-        """Prepare to print; if `is_quiet`, only warnings. `has_live_line`: the process that started this rank shows the
-        current step below the printed lines. `has_columns`: steps are rows of a table, as wide as the console.
+        """Prepare to print; if `is_quiet`, only warnings. `has_columns`: steps are rows of a table, as wide as the
+        console.
         """
         self._has_columns = has_columns
         self._widths: dict[str, int] = {}
@@ -213,22 +203,7 @@ class ConsoleSink:
         self._console = console
         self._total_steps = total_steps
         self._is_quiet = is_quiet
-        self._has_live_line = has_live_line and not is_quiet
         self._first: tuple[int, float] | None = None
-        self._newest: dict[str, str] = {}
-        """Metrics of LIVE as last printed."""
-
-    def show_step(self, step: int) -> None:
-        """Update the live line after a step, with the metrics that were printed last."""
-        if not self._has_live_line:
-            return
-        left = self._time_left(step)
-        cells = [
-            f"step {step}/{self._total_steps}",
-            *self._newest.values(),
-            *([] if left is None else [f"{left} left"]),
-        ]
-        show_live_line(" | ".join(cells))
 
     def write(self, step: int, values: Mapping[str, Reported]) -> None:
         """Print one line with the COLUMNS that have a value.
@@ -246,14 +221,14 @@ class ConsoleSink:
                 if value < LEAST_NORM:
                     continue
             cells[label] = show(value)
-            if name in LIVE:
-                self._newest[name] = f"{label} {show(value)}"
         if self._is_quiet:
             return
+        left = self._time_left(step) if "train/lr" in values else None
         if cells and self._has_columns and "train/lr" in values:
-            self._print_row(f"{step}/{self._total_steps}", cells)
+            self._print_row(
+                f"{step}/{self._total_steps}", {"left": ("" if left is None else str(left)).rjust(7)} | cells
+            )
         elif cells:
-            left = self._time_left(step) if "train/lr" in values else None
             shown = [f"[dim]{label}[/] {text}" for label, text in cells.items()]
             shown += [] if left is None else [f"{left} [dim]left[/]"]
             width = len(str(self._total_steps))
@@ -265,7 +240,7 @@ class ConsoleSink:
         """
         widths = self._widths | {label: max(self._widths.get(label, len(label)), len(cells[label])) for label in cells}
         is_new = widths.keys() != self._widths.keys()
-        order = ["no signal in", *(label for label, _ in COLUMNS.values())]
+        order = ["left", "no signal in", *(label for label, _ in COLUMNS.values())]
         self._widths = {label: widths[label] for label in sorted(widths, key=order.index)}
         first = 2 * len(str(self._total_steps)) + 1
         shown, taken = [], max(first, len("step"))
@@ -319,8 +294,6 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     ).items()
 }
 """Metrics that the console shows, in this order: metric -> label, format."""
-LIVE = frozenset({"train/loss_nats", "pairs/loss", "reward/mean", "eval/accuracy", "train/tokens_per_s_per_rank"})
-"""Metrics of the live line."""
 HEADER_ROWS = 20
 """Rows of the table of steps below one header."""
 LEAST_NORM = 5e-4

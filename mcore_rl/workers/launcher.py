@@ -1,6 +1,8 @@
 """The ranks of a run as processes of this machine, and this process's place among them. Imports no torch."""
 
+import codecs
 import ctypes
+import io
 import os
 import random
 import resource
@@ -16,7 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn, TextIO, cast
 
 from mcore_rl.errors import INTERRUPTED_STATUS, REFUSED_STATUS, after_echo
 from mcore_rl.storage.files import NOT_WRITER, full_disk_explained, is_elsewhere
@@ -35,7 +37,6 @@ from mcore_rl.workers.failures import (
     signal_name,
 )
 from mcore_rl.workers.forked_rank import PR_SET_PDEATHSIG, THREADS, ForkedRank, imported, stop_signals
-from mcore_rl.workers.live_line import LIVE_FILE, LiveLine, bytes_of
 from mcore_rl.workers.signed_store import SECRET_FILE, write_secret
 
 POLL_S = 0.05
@@ -47,11 +48,13 @@ CLAIM_S = 1.0
 STAGE_FILE = "MCORE_RL_STAGE_FILE"
 """Environment variable: file in which rank 0 reports to `launch_local` that it trains, or stops as requested."""
 TRAINING, STOPPING = "training", "stopping"
+TERMINAL = "MCORE_RL_TERMINAL"
+"""Environment variable of ranks whose output a terminal shows, with as many columns as COLUMNS says."""
 OF_RANKS = frozenset(
     {
         *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"),
         *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID"),
-        *(FAILURES, STAGE_FILE, SECRET_FILE, LIVE_FILE),
+        *(FAILURES, STAGE_FILE, SECRET_FILE, TERMINAL),
     }
 )
 """Environment variables of a rank, which other torch programs would mistake for their own."""
@@ -94,6 +97,11 @@ def world_size_of_launcher() -> int:
     if not under_launcher():
         return 1
     return int(os.environ.get("WORLD_SIZE") or os.environ["SLURM_STEP_NUM_TASKS"])
+
+
+def is_shown_on_terminal() -> bool:
+    """Return whether a terminal shows what this rank writes, so that its lines should fit."""
+    return TERMINAL in os.environ
 
 
 def note_stage(stage: str) -> None:
@@ -146,11 +154,9 @@ def launch_local(
         write_secret(secret)
         (log_dir / NOT_WRITER).touch()
     environment |= {FAILURES: str(causes), STAGE_FILE: str(stage), SECRET_FILE: str(secret)}
-    has_terminal = sys.stdout.isatty() and sys.stderr.isatty()
-    live = LiveLine(bytes_of(sys.stdout), (log_dir / ".live").resolve() if has_terminal else None)
-    if live.path:
+    if sys.stdout.isatty() and sys.stderr.isatty():
         # The ranks write to pipes, which have no width.
-        environment |= {LIVE_FILE: str(live.path), "COLUMNS": str(shutil.get_terminal_size().columns)}
+        environment |= {TERMINAL: "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
     ranks: list[_Rank] = []
     caught: list[int] = []
     with _handled_signals(lambda number, _: caught.append(number)):
@@ -163,13 +169,12 @@ def launch_local(
             first = ranks[0]
             for pipe, console in ((first.process.stdout, sys.stdout), (first.process.stderr, sys.stderr)):
                 assert pipe is not None
-                tee = threading.Thread(target=_tee, args=(pipe, bytes_of(console), first.log, live), daemon=True)
+                tee = threading.Thread(target=_tee, args=(pipe, bytes_of(console), first.log), daemon=True)
                 tee.start()
                 first.tees.append(tee)
-            return _wait(ranks, caught, causes, stage, live, meanwhile)
+            return _wait(ranks, caught, causes, stage, meanwhile)
         finally:
             _end(ranks)
-            live.close()
             stage.unlink(missing_ok=True)
             secret.unlink(missing_ok=True)
 
@@ -267,7 +272,23 @@ def dies_with_parent() -> Callable[[], None] | None:
     return in_child
 
 
-def _tee(pipe: IO[bytes], console: IO[bytes], log: Path, live: LiveLine) -> None:
+def bytes_of(stream: TextIO) -> IO[bytes]:
+    """Return where bytes for `stream` are written; a notebook's has text alone, which they become."""
+    if hasattr(stream, "buffer"):
+        return stream.buffer
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    class _Decoded(io.RawIOBase):
+        def write(self, chunk: Any) -> int:
+            return stream.write(decoder.decode(bytes(chunk)))
+
+        def flush(self) -> None:
+            stream.flush()
+
+    return cast("IO[bytes]", _Decoded())
+
+
+def _tee(pipe: IO[bytes], console: IO[bytes], log: Path) -> None:
     # A closed console (`| head`) does not stop the log, nor a full disk the rank; a deleted log is opened anew.
     has_console = has_room = True
     with pipe, ExitStack() as opened:
@@ -290,7 +311,8 @@ def _tee(pipe: IO[bytes], console: IO[bytes], log: Path, live: LiveLine) -> None
                 has_room = False
             if has_console:
                 try:
-                    live.write(console, chunk)
+                    console.write(chunk)
+                    console.flush()
                 except OSError:
                     has_console = False
 
@@ -325,12 +347,7 @@ def _ended_while_starting(number: int) -> int:
 
 
 def _wait(
-    ranks: list[_Rank],
-    caught: list[int],
-    causes: Path,
-    stage: Path,
-    live: LiveLine,
-    meanwhile: Callable[[], None] | None,
+    ranks: list[_Rank], caught: list[int], causes: Path, stage: Path, meanwhile: Callable[[], None] | None
 ) -> int:
     """Return the exit status once all ranks have ended well, a rank has failed, or the user does not want to wait."""
     passed_on: list[int] = []
@@ -338,13 +355,11 @@ def _wait(
     failed_s: float | None = None
     unwritten: list[Failure] = []
     while True:
-        live.poll()
         has_trained = has_trained or stage.exists()  # noted now, as the user may delete the file with the logs
         if meanwhile is not None:
             meanwhile()
         while caught:
             number = caught.pop(0)
-            live.close()
             if number == signal.SIGINT and number in passed_on:
                 _kill(ranks)
                 _write_line(f"{after_echo()}Ended at once. The same command goes on from the last complete checkpoint.")
@@ -368,7 +383,6 @@ def _wait(
             cause = first_cause(causes) or min(
                 unwritten, key=lambda failure: (failure.order, failure.status != REFUSED_STATUS), default=None
             )
-            live.close()
             # A rank that has lost its peer may end sooner than the rank that knows why.
             if cause and (cause.order == Order.CAUSE or time.monotonic() - failed_s > CLAIM_S):
                 with suppress(OSError):  # a full disk

@@ -14,7 +14,6 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.metrics.jsonl import JsonlSink, read_records
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.metrics.sinks import ConsoleSink, Log, open_log, silent_log
-from mcore_rl.workers.live_line import LIVE_FILE
 
 
 def jsonl_log(path, step=0, **settings):
@@ -141,18 +140,6 @@ def test_a_message_shows_control_characters_escaped_and_the_file_has_them(tmp_pa
     assert records(tmp_path / "m")[0]["event"] == "wrote \x1b[2J"
 
 
-def test_the_live_line_has_the_step_at_hand_and_what_was_printed_last(tmp_path, monkeypatch):
-    monkeypatch.setenv(LIVE_FILE, str(tmp_path / "live"))
-    sink = ConsoleSink(Console(file=io.StringIO()), 8, has_live_line=True)
-    log = Log([sink], LogConfig(interval=2))
-    log.write(1, [Metric("train/loss_nats", 5.0)])
-    assert (tmp_path / "live").read_text() == "step 1/8"
-    log.write(2, [Metric("train/loss_nats", 3.0), Metric("train/tokens_per_s_per_rank", 1234.0)])
-    log.write(3, [Metric("train/loss_nats", 1.0)])
-    shown = (tmp_path / "live").read_text()
-    assert re.fullmatch(r"step 3/8 \| loss 4\.0000 \| tokens/s/rank 1\.23k \| 0:00:\d\d left", shown)
-
-
 def test_a_step_is_one_plain_line_when_the_output_is_not_a_terminal():
     text, sink = console_text(width=20)
     sink.write(
@@ -175,20 +162,21 @@ def test_a_step_is_one_plain_line_when_the_output_is_not_a_terminal():
 
 def test_on_a_terminal_steps_are_rows_of_a_table_as_wide_as_it_with_a_header_every_20_rows():
     text = io.StringIO()
-    sink = ConsoleSink(Console(file=text, width=40), total_steps=300, has_columns=True)
+    sink = ConsoleSink(Console(file=text, width=49), total_steps=300, has_columns=True)
     for step in range(1, 42):
         values = {"train/loss_nats": 3.42134, "train/lr": 3e-4, "train/grad_norm": 0.71249, "train/mfu": 0.3119}
         sink.write(step, values | ({"mtp/loss_nats": 12.5} if step == 41 else {}))
     sink.write(41, {"eval/loss_nats": 3.5})
     header, row, *rest = text.getvalue().splitlines()
-    # MFU would end in column 41.
-    assert header == "   step    loss        lr  grad norm"
-    assert row == "  1/300  3.4213  3.00e-04      0.712"
+    # MFU would end in column 50.
+    assert header == "   step     left    loss        lr  grad norm"
+    assert row == "  1/300           3.4213  3.00e-04      0.712"
+    assert re.fullmatch(r"  2/300  0:00:\d\d  3\.4213  3\.00e-04      0\.712", rest[0])
     lines = [header, row, *rest]
     assert [at for at, line in enumerate(lines) if "step" in line and "/" not in line] == [0, 21, 42]
     assert lines[-3:] == [
-        "   step    loss  mtp loss        lr",
-        " 41/300  3.4213   12.5000  3.00e-04",
+        "   step     left    loss  mtp loss        lr",
+        f" 41/300  {lines[-2][9:16]}  3.4213   12.5000  3.00e-04",
         "step  41/300 | eval loss 3.5000",
     ]
 

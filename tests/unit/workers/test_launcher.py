@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import platform
@@ -7,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import termios
 import textwrap
 import time
 from pathlib import Path
@@ -14,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.workers import launcher
-from mcore_rl.workers.launcher import launch_local, under_launcher, world_size_of_launcher
+from mcore_rl.workers.launcher import bytes_of, launch_local, under_launcher, world_size_of_launcher
 from tests.forked import is_gone, wait_for
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS")
@@ -472,3 +474,30 @@ def test_the_launcher_imports_no_torch():
     code = "import sys, mcore_rl.workers.launcher; sys.exit('torch' in sys.modules)"
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
     assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
+
+
+def test_ranks_know_whether_a_terminal_shows_their_output_and_how_wide_it_is(program, tmp_path):
+    program(
+        """
+        from mcore_rl.workers.launcher import is_shown_on_terminal
+        print(is_shown_on_terminal(), os.environ.get("COLUMNS"), flush=True)
+        """
+    )
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 72))
+    assert start_launcher(tmp_path, 1, console=theirs).wait(timeout=ENDED_WITHIN_S) == 0
+    assert os.read(ours, 4096) == b"True 72\r\n"
+    assert (tmp_path / "logs/rank_0.log").read_bytes() == b"True 72\n"
+    process = start_launcher(tmp_path, 1)
+    assert process.communicate(timeout=ENDED_WITHIN_S)[0].startswith(b"False ")
+
+
+def test_output_reaches_a_stream_of_text_alone_such_as_a_notebooks():
+    notebook = io.StringIO()
+    console = bytes_of(notebook)
+    for chunk in ("step é".encode()[:-1], "é\n".encode()[1:]):
+        console.write(chunk)
+        console.flush()
+    assert notebook.getvalue() == "step é\n"
+    file = io.TextIOWrapper(io.BytesIO())
+    assert bytes_of(file) is file.buffer
