@@ -98,7 +98,6 @@ class ReloadEngine(base.WeightTransferEngine[base.WeightTransferInitInfo, Any]):
         """Do nothing: files and groups are of one update."""
 
     def _tensors(self, update_info: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield the bucket's tensors by Hugging Face's names."""
         raise NotImplementedError
 
     def _on_device(self) -> AbstractContextManager[Any]:

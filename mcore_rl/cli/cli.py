@@ -173,7 +173,6 @@ def _reader_is_gone() -> bool:
 
 
 def _members(group: str) -> list[str]:
-    """Return the names of the commands in a group, such as `data`; empty if `group` is not a group."""
     return [name for name in COMMANDS if name.startswith(f"{group} ")]
 
 

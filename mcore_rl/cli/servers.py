@@ -108,7 +108,6 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def _address(server: ServerProcess) -> str:
-    """Return a server's address for other machines."""
     return f"http://{socket.gethostname()}:{server.url.rsplit(':', 1)[1]}"
 
 

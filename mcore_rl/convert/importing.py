@@ -411,7 +411,6 @@ def _finish_relayout(
 
 
 def _changed_common(dist_model: DistModel, layout: KeyLayout) -> dict[str, Any] | None:
-    """Return the common state with the arguments of the new kind of layers; None without a change."""
     common = dist_model.folder.path / COMMON
     if (dist_model.layout.layers == "hybrid") == (layout.layers == "hybrid") or not common.is_file():
         return None

@@ -421,7 +421,6 @@ def _text_to_continue(conversation: Conversation) -> str:
 
 
 def _refuse_unshown_parts(messages: Sequence[Message], text: str) -> None:
-    """Raise DataError for a part of a turn that is not rendered, such as an image."""
     for message in messages:
         content = message.get("content")
         for part in content if isinstance(content, list) else []:

@@ -196,7 +196,6 @@ def _why(
 
 
 def _health_of_servers(run: Path) -> Iterator[str]:
-    """Yield how many inference servers have the weights, and which have not; nothing for a run without servers."""
     try:
         servers = json.loads((run / "servers" / "status.json").read_text(encoding="utf-8"))["servers"]
         living = [entry["url"] for entry in servers if entry["is_serving"]]

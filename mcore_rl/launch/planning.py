@@ -241,7 +241,6 @@ def sbatch_options(cluster: ClusterConfig, gpus: int) -> tuple[str, ...]:
 
 
 def _unknown_fields(kind: type[Section], options: JobOptions) -> Iterator[str]:
-    """Yield a sentence for each field that the job would set and that the config does not have."""
     known = [doc.key for doc in describe(kind)]
     given = {"--server-field": options.server_field, "--array-field": options.array_field if options.array else ""}
     for option, key in given.items():

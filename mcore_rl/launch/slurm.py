@@ -114,7 +114,6 @@ def ended(job: str) -> QueuedJob | None:
 
 
 def _from_accounting(job: str) -> QueuedJob | None:
-    """Return the job's last start; None without accounting."""
     if not has("sacct"):
         return None
     fields = "JobID,State,ExitCode,NodeList"
@@ -137,7 +136,6 @@ def _from_accounting(job: str) -> QueuedJob | None:
 
 
 def _from_controller(job: str) -> QueuedJob | None:
-    """Return the job as the controller remembers it; None when it has forgotten it."""
     try:
         answer = _ask(["scontrol", "--oneliner", "show", "job", job])
     except SlurmError:
@@ -164,7 +162,6 @@ def script_of(job: str) -> Path | None:
 
 
 def _status(text: str) -> str:
-    """Return Slurm's `status:signal` as text; empty for 0:0."""
     status, _, number = text.partition(":")
     if number == UNOPENED:
         return f"signal {number}: Slurm could not open the job's log, whose folder was gone or could not be written"
@@ -180,7 +177,6 @@ def _ask(command: Sequence[str]) -> str:
 def _run(
     command: Sequence[str], text: str | None = None, timeout_s: float = TIMEOUT_S
 ) -> "subprocess.CompletedProcess[str]":
-    """Run a command with `text` as its standard input; SlurmError with its own message when it fails."""
     if not has(command[0]):
         raise SlurmError(f"{command[0]} is not on the PATH: this machine has no Slurm, or its module is not loaded.")
     try:

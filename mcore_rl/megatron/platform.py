@@ -164,7 +164,6 @@ def compiled_layers(config: PlatformConfig, world_size: int = 1) -> tuple[str, s
 
 
 def _build(config: PlatformConfig) -> tuple[str, str]:
-    """Return the build of this process, or "" and the reason."""
     if config.precision == "bf16":
         return "", "they compute in fp32"
     if config.batch_invariant:

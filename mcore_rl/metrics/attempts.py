@@ -92,7 +92,6 @@ def code_commit(root: Path) -> str:
 
 
 def _git(root: Path, *arguments: str) -> str:
-    """Return the output of a git command, "" when it fails."""
     try:
         done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):

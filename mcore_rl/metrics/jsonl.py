@@ -93,7 +93,6 @@ def _parsed(line: bytes) -> dict[str, object] | None:
 
 
 def _json_value(value: object) -> object:
-    """Return the value, with numbers that JSON does not have as strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, list):

@@ -60,7 +60,6 @@ def _reduce(metrics: list[Metric]) -> Tensor:
 
 
 def _as_reported(value: Tensor) -> Reported:
-    """Return a number or nested lists, whole numbers as int."""
     if value.dim():
         return [_as_reported(row) for row in value]
     number = float(value)

@@ -258,7 +258,6 @@ class LayerActivations:
 
     @cached_property
     def _router_bytes(self) -> int:
-        """Bytes of one token's scores and choice."""
         moe = self.model.moe
         scores = moe.num_experts * STATISTIC_BYTES
         if self.layers == "te":

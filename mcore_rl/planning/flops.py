@@ -112,7 +112,6 @@ def _seen_positions(config: ModelConfig, layer: int, seq_length: float) -> float
 
 
 def _attention(config: ModelConfig) -> tuple[int, int]:
-    """Return multiply-adds per token: of the projections, and of the scores with one visible position."""
     query = config.num_heads * config.head_dim
     key_value = 2 * config.num_kv_heads * config.head_dim
     gate = query if family_of(config).has_output_gate else 0
@@ -120,7 +119,6 @@ def _attention(config: ModelConfig) -> tuple[int, int]:
 
 
 def _indexer(config: ModelConfig) -> tuple[int, int]:
-    """Return multiply-adds per token: of the projections, and of the scores with one position."""
     shape, hidden = config.indexer, config.hidden_size
     queries = (config.mla.q_lora_rank or hidden) * shape.heads * shape.width
     return queries + hidden * (shape.width + shape.heads), shape.heads * shape.width

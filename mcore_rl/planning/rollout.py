@@ -256,7 +256,6 @@ def share_longer(mean: float, longest: int, spread: float) -> Callable[[float], 
 
 
 def _weights(model: ModelConfig) -> tuple[int, int]:
-    """Return the numbers of weights outside of routed experts and in them."""
     layers = {kind: layer_weights(model, MeshConfig(), kind) for kind in set(model.layer_kinds)}
     dense = sum(layers[kind].dense + layers[kind].frozen for kind in model.layer_kinds)
     expert = sum(layers[kind].expert for kind in model.layer_kinds)
@@ -275,7 +274,6 @@ def _cached_numbers(model: ModelConfig, engine: Engine) -> float:
 
 
 def _messages(model: ModelConfig, links: Links, engine: Engine, rows: float, rates: Rates) -> float:
-    """Return the seconds of a layer's two exchanges."""
     inside = max(engine.tp, engine.ep) <= links.domain
     speed = links.link_gbytes_per_s * 1e9 * rates.link if inside else links.nic_gbit_per_s / 8 * 1e9 * rates.nic
     each = rates.decode_message_s * (1 if inside else ACROSS) + 2 * rows * model.hidden_size / speed

@@ -337,7 +337,6 @@ class Search:
         self.choices.sort(key=lambda choice: choice.order)
 
     def _memory(self, stages: StageMemory) -> Memory | None:
-        """Return the memory of the fullest stage; None if it does not fit, or what waits in main memory does not."""
         memory = stages.fullest(self.place.room_bytes)
         if memory.total > self.place.room_bytes:
             return None
@@ -372,7 +371,6 @@ def search(config: RunConfig, world_size: int, place: Place) -> Search:
 
 
 def _waiting(training: Training) -> tuple[bool, bool]:
-    """Return whether routes of replay and state of the optimizer wait in main memory."""
     routes = training.rollouts is not None and training.rollouts.route_store != "device"
     return routes, training.optim.offload_fraction > 0
 

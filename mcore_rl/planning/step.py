@@ -251,7 +251,6 @@ def step(work: Workload, layers: dict[LayerKind, LayerTimes] | None = None) -> S
 
 
 def _finish(work: Workload, slowest: float) -> dict[str, float]:
-    """Return seconds by part, without those hidden by computation."""
     roof, mesh = Roofline(work), work.mesh
     stages = with_adapters(weights_by_stage(work.model, work.mesh), work.lora, work.model, work.mesh)
     if work.lora.is_on:

@@ -135,7 +135,6 @@ def _checked(cache: RoutingCache, generated: Mapping[int, RolloutRoutes]) -> Che
 
 
 def _problem_of_format(cache: RoutingCache, routes: RolloutRoutes) -> str:
-    """Describe a wrong shape or dtype, as the end of a sentence; empty if both are right."""
     shape, dtype, num_tokens = tuple(routes.experts_TLK.shape), routes.experts_TLK.dtype, len(routes.tokens_T)
     has_shape = len(shape) == 3 and shape[0] == num_tokens and shape[2] == cache.top_k
     if not has_shape or shape[1] not in (len(cache.model_layers), len(cache.layers)):
@@ -160,7 +159,6 @@ def _is_sound(cache: RoutingCache, experts_KnL: Tensor) -> Tensor:
 
 
 def _problems_of_sample(cache: RoutingCache, sample: int, routes: RolloutRoutes) -> Iterator[str]:
-    """Yield a sentence that names the first wrong token, if any."""
     position_n = routes.has_routes_T.nonzero()[:, 0]
     # On a pipeline stage without experts the rows have no layers, and nothing can be wrong.
     if not len(position_n) or not routes.experts_TLK.shape[1]:

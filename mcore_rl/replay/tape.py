@@ -510,7 +510,6 @@ def _columns(routers: Mapping[nn.Module, ChunkRouters]) -> tuple[dict[nn.Module,
 
 
 def _routed_layers(config: TransformerConfig) -> list[bool]:
-    """Return for each of the model's layers whether it routes tokens to experts."""
     frequency, num_layers = config.moe_layer_freq, config.num_layers
     if isinstance(frequency, int):
         return [layer % frequency == 0 for layer in range(num_layers)]

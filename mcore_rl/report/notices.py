@@ -42,7 +42,6 @@ def notices(run: RunRecord) -> list[Notice]:
 
 
 def _failures(run: RunRecord) -> Iterator[Notice]:
-    """Yield an error for each failure that a launcher recorded."""
     for path in _of_attempts(run, "failure.json"):
         with suppress(ValueError, LookupError, TypeError):  # the launcher was killed while it wrote
             found = json.loads(path.read_text(encoding="utf-8", errors="replace"))

@@ -176,7 +176,6 @@ def word_diff(before: str, after: str) -> tuple[tuple[tuple[str, str], ...], tup
 
 
 def _read(path: Path) -> dict[str, list[_Sample]]:
-    """Return problem -> samples in the order of the file; lines that are torn or damaged are left out."""
     groups: dict[str, list[_Sample]] = {}
     for line in path.read_bytes().splitlines():
         with suppress(ValidationError):

@@ -216,7 +216,6 @@ class StepLog:
         return metrics
 
     def _waiting_metrics(self) -> Iterator[Metric]:
-        """Yield the bytes of frozen models between passes, if any, and bytes and time of moving the trained models."""
         parts, models = self._learner.parts, self._rollouts.models
         waiting: list[WaitingBytes] = []
         if parts.reference is not None:

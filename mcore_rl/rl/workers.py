@@ -169,7 +169,6 @@ class WorkerPool:
         return time.monotonic() + self._timeout_s + self._grace_s
 
     def _take(self, *, waits: bool) -> "_Worker | None":
-        """Return an idle worker; if all are busy, wait for a worker if `waits`, else return None."""
         with self._changed:
             if waits:
                 self._changed.wait_for(lambda: self._idle)

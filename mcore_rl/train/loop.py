@@ -392,7 +392,6 @@ class SupervisedTrainer(GivenDataTrainer):
             self._evaluate_on("test", self._test)
 
     def _evaluate_on(self, name: str, source: BatchSource | None) -> None:
-        """Log the mean loss over the first `eval_batches` batches of `source`, the same batches each time."""
         train = self.state.config.train
         if source is None or not train.eval_batches:
             return

@@ -102,7 +102,6 @@ class RunFolder:
         return me
 
     def _refuse(self, me: Attempt, writer: Attempt) -> None:
-        """Raise CheckpointError if `me` may not take the folder over from `writer`."""
         if writer.supersedes(me):
             raise CheckpointError(
                 f"{self.path} is written by {writer.describe()}, and this is {me.describe()}: an orphan of an earlier "

@@ -56,8 +56,6 @@ WAIT_S = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Save:
-    """A save in progress."""
-
     step: int
     plan: SavePlan
     started: float

@@ -172,7 +172,6 @@ class Conversion:
 
 
 def _origin(target: TargetTensor) -> str:
-    """Return the first source of a target, and how many more there are."""
     names = [name for name, _ in groupby(copy.source for copy in target.copies)]
     unique = list(dict.fromkeys(names))
     return unique[0] + (f" and {len(unique) - 1} more, to {unique[-1]}" if len(unique) > 1 else "")

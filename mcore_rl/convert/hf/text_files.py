@@ -241,7 +241,6 @@ def _cuts_alike(
 
 
 def _last_metrics(run: Path, step: int) -> dict[str, tuple[float, int]]:
-    """Return the last value of each metric of the card up to a step, and the step that it is of."""
     found: dict[str, tuple[float, int]] = {}
     for record in read_records(run / FILE_NAME) if (run / FILE_NAME).is_file() else ():
         at = int(str(record["step"]))

@@ -266,7 +266,6 @@ class DistSource:
                 yield part, common
 
     def _run_of_part(self, name: str, part: DistPart, common: Region) -> ByteRun | None:
-        """Return where a region of a part is stored; None if its bytes are not contiguous."""
         saved = self._saved_tensor(name, part)
         wanted = _region_of(torch.empty_strided(saved.shape, saved.stride, device="meta"), common, part.where)
         if not wanted.is_contiguous():

@@ -67,7 +67,6 @@ def run_agent(agent: AgentConfig, close_inherited: Callable[[], None], run: Run)
 
 
 def _run_program(command: tuple[str, ...], run: Run) -> Any:
-    """Run the program. Returns what it has written to its result file, or a FailedScore."""
     with tempfile.TemporaryDirectory(prefix="agent-") as folder, tempfile.TemporaryFile() as problem:
         result, empty = Path(folder) / "result.json", Path(folder) / "empty"
         empty.mkdir()

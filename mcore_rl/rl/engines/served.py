@@ -316,7 +316,6 @@ class ServedEngine:
         Thread(target=watch, name="server_stop", daemon=True).start()
 
     def _refuse_stop(self) -> None:
-        """Raise StoppedError if the run is to stop."""
         if self._state.is_stopped:
             raise StoppedError("a wait for servers was ended")
 

@@ -250,7 +250,6 @@ class RewardModel:
         ]
 
     def _limits(self, longest: int) -> PackingLimits:
-        """Return packing limits that fit the longest text of all replicas."""
         mesh = self._mesh
         zigzag = mesh.config.zigzag
         length = max(self._packed_length, -(-longest // zigzag) * zigzag)

@@ -194,7 +194,6 @@ class Scores:
 
 
 def _mean(name: str, values_PG: Tensor) -> Iterator[Metric]:
-    """Yield the mean of the values that are not NaN; nothing if all are NaN."""
     if num_values := int((~values_PG.isnan()).sum()):
         yield Metric(name, values_PG.nansum(), num_values)
 

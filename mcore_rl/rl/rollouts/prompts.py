@@ -100,7 +100,6 @@ class ProblemReader(RecordReader[Problem]):
 
 
 def _read_record(record: Record, config: PromptConfig, needs_answer: bool) -> tuple[Problem, str]:
-    """Return a record's problem and its shape's name. Raises DataError, without file and line, if it is invalid."""
     entry = dict(record.fields)
     refuse_labels(entry, "prompt", (config.prompt_field, config.answer_field))
     named = [key for key in (config.prompt_field, config.answer_field) if key in entry]

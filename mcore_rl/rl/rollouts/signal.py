@@ -122,7 +122,6 @@ class LearningWarnings:
 
 
 def _reason(signals: Sequence[Signal]) -> str:
-    """Return the likely reason why scores do not differ, and a remedy, based on the accuracy of the completions."""
     num_decided = sum(signal.num_decided for signal in signals)
     if not num_decided:
         return (
@@ -194,7 +193,6 @@ def truncation_reason(
 
 
 def _named_token(token: int, decode: Callable[[Sequence[int]], str]) -> str:
-    """Return a token's text and id; only the id if it has no text, as a control piece of SentencePiece."""
     text = decode([token])
     return f"{text!r} ({token})" if text else f"token {token}"
 

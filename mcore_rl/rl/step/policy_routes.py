@@ -150,7 +150,6 @@ class PolicyRoutes:
         return routes_of(prompt, replace(completion, experts_TLK=without_TLK), group)
 
     def _incomplete(self, routes: "Mapping[int, RolloutRoutes | None]") -> Iterator[tuple[int, str]]:
-        """Yield each sample that lacks routes for some tokens, with a sentence for the error."""
         assert self._from_rollout is not None
         # On a pipeline stage without experts, rows cover no layer and nothing can be missing.
         for sample, found in routes.items() if self._from_rollout.layers else ():

@@ -181,7 +181,6 @@ class RouterShift:
             self._calls.clear()
 
     def _num_tokens(self, layout: MicrobatchLayout) -> int:
-        """Return the number of a microbatch's tokens that this rank's routers see."""
         parts = self._mesh.tp.size if self._mesh.sequence_parallel else 1
         return layout.row_length * len(layout.rows) // self._mesh.cp.size // parts
 

@@ -389,7 +389,6 @@ def _own(shard: ShardedTensor | ShardedTensorFactory) -> torch.Tensor:
 
 
 def _names(chunks: Sequence[nn.Module]) -> list[str]:
-    """Return the keys under which Megatron-LM has the chunks of a rank."""
     return ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
 
 

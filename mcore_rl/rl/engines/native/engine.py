@@ -287,7 +287,6 @@ class _Run:
         )
 
     def _add(self, slot: int, numbers: Sequence[Any]) -> bool:
-        """Append a token to the slot's completion. Returns whether the completion ends with it."""
         draft = self.scheduler.active[slot]
         token, logprob, kept = numbers
         draft.tokens_T.append(int(token))
@@ -334,7 +333,6 @@ class _Run:
         return tokens, drawing_B, seeds_B
 
     def _padding(self, num_tokens: int) -> int:
-        """Return the number of tokens to add to a step, which is never empty."""
         multiple = self._decoder.token_multiple
         return max(-num_tokens % multiple, multiple - num_tokens)
 
