@@ -38,9 +38,7 @@ SHARED_ARGUMENTS = frozenset(
 
 
 def engine_violations(config: RlRunConfig, world_size: int) -> Iterator[str]:
-    """Yield a sentence for each reason why `config` cannot generate completions with its engine on `world_size`
-    ranks.
-    """
+    """Yield a sentence for each reason why `config` cannot generate completions on `world_size` ranks."""
     engine = config.rl.engine
     if isinstance(engine, NativeConfig) and engine.cuda_graphs is True:
         yield from _graphs(config.mesh, config.model, config.platform)

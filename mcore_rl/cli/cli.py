@@ -77,9 +77,7 @@ def _drop_output() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command that `arguments` begin with and return its exit status; raise McoreRlError for errors that the
-    user can fix.
-    """
+    """Run the command that `arguments` begin with, and return its exit status; McoreRlError for a user's mistake."""
     if arguments[0] in ("-h", "--help"):
         sys.stdout.write(overview())
         return 0

@@ -104,9 +104,7 @@ def found_runs(path: Path) -> Iterator[Path]:
 
 
 def status_of(run: Path, submission: Submission, queued: Mapping[str, slurm.QueuedJob] | None) -> RunStatus:
-    """Return the state of a run; `queued` are jobs that wait or run, None where Slurm does not answer (not asked
-    again).
-    """
+    """Return the state of a run; `queued`: jobs that wait or run, None where Slurm does not answer."""
     attempts = list(tail(run / "attempts.jsonl", TAIL_BYTES))
     if not submission.array:
         attempts = [entry for entry in attempts if str(entry.get("job")) == submission.job]

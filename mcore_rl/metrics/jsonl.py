@@ -59,9 +59,7 @@ class JsonlSink:
 
 
 def keep_until(path: Path, step: int) -> int:
-    """Drop the records of later steps, which will run again, and torn lines, and replace the file atomically; return
-    the number of torn lines.
-    """
+    """Drop torn lines and records of later steps, which run again, atomically; return the number of torn lines."""
     num_torn = 0
     with path.open("rb") as old, written_atomically(path) as new, new.open("wb") as remaining:
         for line in old:

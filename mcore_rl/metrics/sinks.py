@@ -193,9 +193,7 @@ class ConsoleSink:
     def __init__(
         self, console: Console, total_steps: int, *, is_quiet: bool = False, has_columns: bool = False
     ) -> None:
-        """Prepare to print; if `is_quiet`, only warnings. `has_columns`: steps are rows of a table, as wide as the
-        console.
-        """
+        """Prepare to print: warnings alone if `is_quiet`, steps as a table of the console's width if `has_columns`."""
         self._has_columns = has_columns
         self._widths: dict[str, int] = {}
         """Columns so far and their widths, in the order of COLUMNS."""
@@ -235,9 +233,7 @@ class ConsoleSink:
             self._print(f"[bold]step {step:>{width}}[/]/{self._total_steps} | " + " | ".join(shown))
 
     def _print_row(self, step: str, cells: Mapping[str, str]) -> None:
-        """Print a row of the table of steps, below a header where 20 rows are past or a column is new. Columns that the
-        console is too narrow for are left out, from the right.
-        """
+        """Print a row, below a header every 20 rows or with a new column; columns without room are left out."""
         widths = self._widths | {label: max(self._widths.get(label, len(label)), len(cells[label])) for label in cells}
         is_new = widths.keys() != self._widths.keys()
         order = ["left", "no signal in", *(label for label, _ in COLUMNS.values())]

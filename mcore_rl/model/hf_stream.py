@@ -214,9 +214,7 @@ class WeightStream:
         return [one for one in local_shards(self._chunks) if self._is_taken(one) and not one.key.startswith(MTP)]
 
     def _is_taken(self, shard: LocalShard) -> bool:
-        """Return whether a shard is taken from this rank, and from no other with a copy. Where all ranks gather, the
-        copies take turns by layer, so that all nodes take part.
-        """
+        """Return whether a shard is taken from this rank alone; where all gather, copies take turns by layer."""
         layer = shard.where[0] if shard.where else 0
         if self._to_rank is not None or not isinstance(layer, int):
             return shard.is_main

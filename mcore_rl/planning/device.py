@@ -58,9 +58,7 @@ DEVICES: dict[str, Device] = {
 
 
 def known_device(cuda_name: str) -> Device | None:
-    """Return the device with the longest name whose words are all in CUDA's name; None for an unknown device or a MIG
-    slice.
-    """
+    """Return the device with the longest name whose words are all in CUDA's name; None if unknown, or a MIG slice."""
     words = set(re.split(r"[\s-]+", cuda_name))
     fits = [name for name in DEVICES if set(name.split()) <= words]
     if not fits or "MIG" in words:

@@ -238,9 +238,7 @@ class Planned:
 
 
 def plan_of_run(path: Path, stage: str, device_name: str, world_size: int) -> Planned | None:
-    """Return the plan of a run of the program `stage` in the folder `path`; None if its device (CUDA's name) is not in
-    the table, or its config is from before a change.
-    """
+    """Return the plan of the run of `stage` in `path`; None for a device that is not in the table, or an old config."""
     device = known_device(device_name)
     if stage not in PROGRAMS or device is None or device.links is None:
         return None

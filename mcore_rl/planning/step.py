@@ -86,9 +86,7 @@ def simulate(
     *,
     overlap: bool = False,
 ) -> Simulation:
-    """Return when each pass of each stage happens. A message between stages takes `message_s` seconds, in which both
-    stages wait without `overlap`.
-    """
+    """Return when each pass of each stage happens; messages take `message_s`, and stages wait without `overlap`."""
     pp = len(passes)
     vpp = 1 + max(chunk for stage in passes for _, chunk, _ in stage)
     last = pp * vpp - 1

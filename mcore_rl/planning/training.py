@@ -156,9 +156,7 @@ class Training:
 
 
 def training_of(config: RunConfig, world_size: int) -> Training:
-    """Return the training of a config that has passed the checks for this many ranks; on GPUs unless the config says
-    CPU.
-    """
+    """Return the training of a checked config on this many ranks: on GPUs unless the config says CPU."""
     trained = ModelOnRanks(name="model", model=config.model, optim=config.optim, lora=config.lora)
     return Training(
         world_size=world_size,

@@ -233,9 +233,7 @@ def active_adapters(lora: LoraConfig, model: ModelConfig) -> int:
 
 
 def layer_adapters(lora: LoraConfig, model: ModelConfig, mesh: MeshConfig, kind: LayerKind) -> Weights:
-    """Return a layer's adapters on one rank; A is whole where the layer splits its outputs, B where it splits its
-    inputs.
-    """
+    """Return a layer's adapters on one rank; A is whole where outputs are split, B where inputs are."""
     targets, moe, tp = lora.targets_in(model), model.moe, mesh.tp
     found = Weights()
     is_moe = kind.is_moe

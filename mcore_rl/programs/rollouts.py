@@ -105,9 +105,7 @@ def make_flow(rollouts: Rollouts, progress: Progress, steps: int) -> "GroupFlow"
 def _conversations(
     rl: RlConfig, engine: Engine, prompts: Prompts, mesh: Mesh, stack: ExitStack
 ) -> "Conversations | AgentSessions | None":
-    """Collective over the world: return what holds conversations or runs agents, whose processes end with `stack`; None
-    without either.
-    """
+    """Collective over the world: return what holds conversations or runs agents, which ends with `stack`; or None."""
     if rl.agent.is_on:
         from mcore_rl.rl.agents.hold import AgentSessions
 

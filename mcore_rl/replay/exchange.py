@@ -155,9 +155,7 @@ def exchange(
 def with_shared_once(
     needed: Mapping[int, NeededPositions], offer_of: Mapping[int, RouteOffer]
 ) -> dict[int, NeededPositions]:
-    """Return the positions to receive: positions without routes on any rank are removed, and shared positions are
-    moved to the sample that provides them, once.
-    """
+    """Return the positions to receive: those that some rank has, a shared one once, of the sample that provides it."""
     arriving: dict[int, NeededPositions] = {}
     for sample, of_sample in needed.items():
         offer = offer_of.get(sample)
@@ -241,9 +239,7 @@ def assemble(
     top_k: int,
     dtype: torch.dtype,
 ) -> dict[int, ReceivedRoutes]:
-    """Assemble samples from the answers to `requests`, which `received` has concatenated in rank order; a sample with
-    missing parts is left out.
-    """
+    """Assemble samples from the answers to `requests`, in rank order; a sample with missing parts is left out."""
     samples: dict[int, ReceivedRoutes] = {}
     is_missing: dict[int, Tensor] = {}
     begin, layer_bytes = 0, top_k * dtype.itemsize

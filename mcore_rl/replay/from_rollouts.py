@@ -219,9 +219,7 @@ def _batch_of(generated: Mapping[int, RolloutRoutes], samples: Sequence[int], de
 
 
 def _repeated_fraction(is_repeated_n: Tensor, share: Mapping[int, RolloutRoutes], mesh: Mesh) -> Metric:
-    """Collective over the world: among tokens that differ from the previous token, return the share of tokens with the
-    previous token's routes in all layers.
-    """
+    """Collective over the world: return the share of tokens after another id that repeat its routes in all layers."""
     is_repeated_n = is_repeated_n.to(torch.uint8)
     # A stage may only have routes of its own layers, and a token counts as repeated only if it is in all layers.
     dist.all_reduce(is_repeated_n, op=dist.ReduceOp.MIN, group=mesh.pp.group)
@@ -233,9 +231,7 @@ def _repeated_fraction(is_repeated_n: Tensor, share: Mapping[int, RolloutRoutes]
 
 
 def _is_repeated(batch: RouteBatch) -> Tensor:
-    """Mask `[n]`: True where a token differs from the previous token of its sample but has the same routes in the given
-    layers.
-    """
+    """Mask `[n]`: True where a token is not the previous one of its sample but has its routes in these layers."""
     is_repeated_n = batch.position_n > 0
     is_repeated_n[1:] &= batch.tokens_n[1:] != batch.tokens_n[:-1]
     # A stage without experts leaves the decision to the other stages.

@@ -101,9 +101,7 @@ class SampledStep:
 
 
 def before_and_after(run_dir: Path) -> list[SampledStep]:
-    """Return the first and the last samples of a run: the answers to held-out prompts, else those of rollout batches,
-    for the same prompts where there are such.
-    """
+    """Return the first and last samples of a run for the same prompts: held-out ones, else those of rollouts."""
     folder = run_dir / "samples"
     files = sorted(folder.glob("eval_*.jsonl")) or sorted(folder.glob("step_*.jsonl"))
     chosen = [files[0], files[-1]] if len(files) > 1 else files

@@ -84,9 +84,7 @@ class PolicyMicrobatch(PackedMicrobatch):
     loss_weights_T: Tensor | None = None
 
     def with_advantages(self, advantages: Mapping[int, Tensor], loss_weights_N: Tensor) -> "PolicyMicrobatch":
-        """Return the microbatch with advantages, `[positions]` by sample index, and the samples' loss weights at
-        trained positions; zeros elsewhere.
-        """
+        """Return the microbatch with advantages and the samples' loss weights at trained positions; zeros elsewhere."""
         if not self.samples:
             zeros_T = torch.zeros_like(self.rollout_logprobs_T)
             return replace(self, advantages_T=zeros_T, loss_weights_T=zeros_T)
@@ -287,9 +285,7 @@ def make_microbatch(
 
 
 def _first_current(shape: SampleShape, start: int, end: int) -> int:
-    """Return the first position with the current weights' routes of the segment at positions `start` to `end`; 0 if
-    they sampled the whole segment.
-    """
+    """Return the first position with current routes in the segment `start` to `end`; 0 if all of it is current."""
     if not shape.stale_spans:
         return 0
     before = torch.tensor([shape.num_prompt_tokens - 1 + stale_end for _, stale_end in shape.stale_spans])

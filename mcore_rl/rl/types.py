@@ -291,9 +291,7 @@ class TrainedSample:
 
 
 class StepReward(NamedTuple):
-    """Reward of a step of a completion; `end` is the index of the step's last token among the completion's sampled
-    tokens.
-    """
+    """Reward of a completion's step, whose last token has the index `end` among the sampled tokens."""
 
     end: int
     value: float

@@ -86,9 +86,7 @@ def _wanted(state: TrainState, stored: StoredCheckpoint) -> dict[str, Any]:
 
 
 def load_full_state(state: TrainState, stored: StoredCheckpoint) -> list[str]:
-    """Collective over the mesh: load a checkpoint into `state`, and return log lines about differences from the saved
-    run.
-    """
+    """Collective over the mesh: load a checkpoint into `state`; return log lines about differences from its run."""
     assert stored.marker is not None
     is_same_mesh = stored.marker.mesh == describe_mesh(state.mesh)
     wanted = _wanted(state, stored)

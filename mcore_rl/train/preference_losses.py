@@ -54,9 +54,7 @@ def expected_loss(
 
 
 def smoothed_probability(probability_P: Tensor, flipped: float) -> Tensor:
-    """Return the probability that the first answer is better if a pair's label is wrong with probability `flipped`:
-    cDPO's label smoothing.
-    """
+    """Return the probability that the first answer is better if labels are wrong with probability `flipped` (cDPO)."""
     return (1 - flipped) * probability_P + flipped * (1 - probability_P)
 
 

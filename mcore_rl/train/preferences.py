@@ -127,9 +127,7 @@ def cache_path(config: DPOConfig, origin: ReferenceOrigin, preferences: Preferen
 
 
 def read_cached(path: Path, num_sequences: int) -> tuple[Tensor | None, str]:
-    """Return the cached logprobs, float64 `[sequences]`, or None if the file is missing or damaged; and a sentence
-    about the damage, or "".
-    """
+    """Return cached logprobs, float64 `[sequences]`, or None if missing or damaged; and a sentence on the damage."""
     if not path.exists():
         return None, ""
     try:
@@ -396,9 +394,7 @@ class AnswerLogprobHead(ReadsDeferredLogits):
         self._chunk_tokens = chunk_tokens
 
     def token_logprobs(self, microbatch: PreferenceMicrobatch, output: Logits) -> Tensor:
-        """Collective over the tensor-parallel ranks: return logprobs `[T]` of answer tokens from logits `[1, T, v]`;
-        zeros elsewhere.
-        """
+        """Collective over tensor parallelism: return logprobs `[T]` of answer tokens from logits; zeros elsewhere."""
         return logprobs_and_entropy(
             output[0],
             microbatch.inputs.labels_Bs[0],

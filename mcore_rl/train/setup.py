@@ -29,9 +29,7 @@ from mcore_rl.train.state import Progress, TrainState
 
 
 def set_up(config: RunConfig, platform: Platform) -> TrainState:
-    """Collective over the world: build mesh, model with random weights, optimizer and schedule, at step 0; and the same
-    for a critic, if configured.
-    """
+    """Collective over the world: build mesh, random model, optimizer and schedule, for a critic too, at step 0."""
     mesh = build_mesh(config.mesh, config.platform.timeout_s)
     if config.mesh.overlap_tp and platform.layers == "te":
         allocate_user_buffers(
@@ -138,9 +136,7 @@ def refuse_partly_frozen(chunks: Sequence[nn.Module], mesh: Mesh) -> None:
 def wrap_for_data_parallelism(
     chunks: Sequence[nn.Module], flags: SpeedFlags, mesh: Mesh, main_grads_dtype: State
 ) -> list[DistributedDataParallel]:
-    """Collective over the world: wrap chunks so that gradients are summed over microbatches and data-parallel ranks, in
-    the given number format.
-    """
+    """Collective over the world: wrap chunks so that gradients are summed over microbatches and replicas."""
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=main_grads_dtype == "fp32",  # otherwise in the weights' dtype
         use_distributed_optimizer=True,

@@ -43,9 +43,7 @@ class WrittenRange:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRecord:
-    """The result of writing a chunk: its bytes in the file, its checksum, and the checksums of the bytes it was made
-    of.
-    """
+    """The result of writing a chunk: its bytes in the file, its checksum, and those of the bytes it was made of."""
 
     written: WrittenRange
     crc: int

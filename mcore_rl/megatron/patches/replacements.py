@@ -81,9 +81,7 @@ def read_items_on_grid(create: Callable[[str, Any, Sequence[Any]], list[Any]]) -
 
 
 def shards_to_least_busy(_: Any) -> Callable[..., dict[Any, int]]:
-    """Return Megatron's choice of the rank that saves or loads each shard, in a time that grows with the copies' number
-    and not with its product with the number of ranks.
-    """
+    """Return Megatron's choice of the rank that saves or loads each shard, in a time linear in the copies."""
 
     def distribute(
         shard_to_ranks: Mapping[Any, Sequence[int]],
@@ -400,9 +398,7 @@ def unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def load_entry(self: Any, read_item: Any, value: io.BytesIO) -> None:
-    """`DefaultLoadPlanner.load_bytes` for an object that is no tensor; raises CheckpointError, which names key and
-    file, if the object asks for a program.
-    """
+    """`DefaultLoadPlanner.load_bytes` for an object; CheckpointError, with key and file, if it asks for a program."""
     name = read_item.dest_index.fqn
     stored = self.metadata.storage_data if self.metadata is not None else {}
     info = (stored or {}).get(read_item.storage_index)

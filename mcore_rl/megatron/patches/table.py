@@ -76,9 +76,7 @@ PATCHES = tuple(
 
 
 def patches_for(version: str, *, has_cuda: bool, has_te: bool, has_apex: bool) -> list[Patch]:
-    """Return the patches that a machine needs, in order, for Megatron-Core's "major.minor". Raises ConfigError if
-    nothing is known of this version.
-    """
+    """Return a machine's patches for Megatron-Core "major.minor", in order; ConfigError for an unknown version."""
     if version not in SUPPORTED:
         raise ConfigError(
             f"megatron-core {version} is installed; this code knows {' and '.join(SUPPORTED)}, whose inner "

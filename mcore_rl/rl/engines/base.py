@@ -178,9 +178,7 @@ def wake(engine: Engine) -> None:
 
 
 def rest(engine: Engine) -> None:
-    """Collective over the world: let an engine give back memory that it shares with the trainer. No request may be in
-    progress.
-    """
+    """Collective over the world: give back the memory that is shared with the trainer, with no request in progress."""
     if isinstance(engine, SharingEngine):
         engine.rest()
 

@@ -341,9 +341,7 @@ class ServedEngine:
         return lines
 
     def close(self) -> None:
-        """End the requests in progress, which then raise EngineError, and the servers that the run started; other runs
-        may take the others.
-        """
+        """End the requests in progress, which raise EngineError, and the servers that the run started."""
         state = self._state
         with state.lock:
             state.is_closed = True

@@ -130,9 +130,7 @@ APIS = {"vllm": "mcore_rl.rl.engines.vllm_api:VllmApi", "sglang": "mcore_rl.rl.e
 
 
 class ServerError(EngineError):
-    """Raised if a server refuses a request, fails, gives an invalid answer, or none in time. After a failed weight
-    update, the server's weights are unknown.
-    """
+    """Raised if a server fails, refuses, or answers wrongly or late. After a failed update its weights are unknown."""
 
     def __init__(self, message: str, *, status: int | None = None) -> None:
         super().__init__(message)
@@ -358,9 +356,7 @@ class ServerApi(ABC):
         self._step("reset")
 
     def resume(self) -> None:
-        """Continue computing after a `pause`; does nothing if the server is not paused. Memory of keys and values that
-        is released comes back first.
-        """
+        """Continue after a `pause`, if there was one; released memory of keys and values comes back first."""
         assert self._asleep != "all", "weights come first"
         if self._asleep == "cache":
             self._wake("wake_cache", "awake")

@@ -252,9 +252,7 @@ def _free_bytes(device: torch.device) -> int | None:
 
 
 class SharedEngine(ServedEngine):
-    """Generates on servers that sleep while the policy trains: `wake` gives them memory and weights, `rest` takes the
-    memory back.
-    """
+    """Generates on servers that sleep while the policy trains: `wake` gives memory and weights, `rest` takes memory."""
 
     servers: SharedServers
     _due = 0

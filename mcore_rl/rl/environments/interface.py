@@ -95,9 +95,7 @@ class EnvironmentAnswer:
 
 
 class EnvironmentWorkers(WorkerPool):
-    """Worker processes that run environments. `run` returns an EnvironmentAnswer or FailedScore for each
-    EnvironmentCall.
-    """
+    """Worker processes that run environments: an EnvironmentAnswer or FailedScore for each EnvironmentCall."""
 
     def __init__(self, make: MakeEnvironment, config: EnvironmentConfig) -> None:
         """Start the processes; `make` creates an environment (`environment_maker`)."""

@@ -357,9 +357,7 @@ def _run_asserts(program: str, tests: list[str], sandbox: Sandbox) -> tuple[int,
 
 
 def _wrong_output(program: str, given: str, wanted: str, sandbox: Sandbox, deadline: float) -> str | None:
-    """Describe how the program's output for an input differs from the expected output; None if it is correct. White
-    space at the ends of lines and around the text is ignored.
-    """
+    """Describe how the output differs from the expected one, apart from white space at ends; None if it does not."""
     left_s = deadline - time.monotonic()
     if left_s <= 0:
         return "the time was over"

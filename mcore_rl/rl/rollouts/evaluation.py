@@ -144,9 +144,7 @@ def _conversation(completion: Completion) -> dict[str, Any]:
 
 
 def write_samples(folder: Path, step: int, samples: Sequence[Mapping[str, Any]], kind: str = "step") -> Path:
-    """Write `folder/<kind>_<step>.jsonl` atomically and return its path; `kind` is "eval" for answers to held-out
-    prompts. CheckpointError where that is not possible.
-    """
+    """Write `folder/<kind>_<step>.jsonl` atomically and return its path; CheckpointError where that is not possible."""
     path = folder / f"{kind}_{step:07d}.jsonl"
     lines = [json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n" for sample in samples]
     with checkpoint_errors_explained(path, "writing"):

@@ -174,9 +174,7 @@ class Learner:
         dist.all_gather_object(self._dp_ranks, mesh.dp.rank, group=mesh.dp_cp.group)
 
     def minibatches(self, rollout: Rollout) -> list[Minibatch]:
-        """Divide the rollout batch into minibatches, one minibatch per optimizer step and each sample on a single
-        data-parallel rank, and fetch this rank's samples.
-        """
+        """Divide the rollout batch into minibatches, one an optimizer step, and fetch this rank's samples."""
         config, mesh, device = self.config, self.state.mesh, self.state.platform.device
         shapes = rollout.shapes
         plans = plan_minibatches(
@@ -253,9 +251,7 @@ class Learner:
         return metrics + ([] if critic is None else critic.before_updates(minibatches, advantages))
 
     def after_updates(self, minibatches: Sequence[Minibatch]) -> list[Metric]:
-        """Split what the updates moved, adapt the KL coefficient, and refresh reference and teachers where it is time.
-        Returns metrics.
-        """
+        """Split what updates moved, adapt the KL coefficient, refresh reference and teachers. Returns metrics."""
         parts, metrics = self.parts, []
         if parts.splits is not None:
             metrics += parts.splits.after_updates(minibatches)

@@ -164,9 +164,7 @@ class PolicyRoutes:
 
     @property
     def judges_updates(self) -> bool:
-        """Whether the first update of a rollout batch may be the pass that compares the engine's routes with the live
-        choice.
-        """
+        """Whether a rollout batch's first update may be the pass that compares engine routes with the live choice."""
         return self._replay.kind == "r3" and self._replay.max_disagreement is not None
 
     def settle(self) -> None:
@@ -356,9 +354,7 @@ class PolicyRoutes:
 
 
 def routes_of(prompt: Prompt, completion: Completion, group: int | None = None) -> "RolloutRoutes | None":
-    """Return the engine's routes of a completion of `group`; None if it returned none. The last token of each segment
-    is left out: it enters no layer.
-    """
+    """Return the engine's routes of a completion, without segments' last tokens, which enter no layer; or None."""
     if completion.experts_TLK is None:
         return None
     from mcore_rl.replay.from_rollouts import RolloutRoutes  # only where engines return routes

@@ -130,9 +130,7 @@ class Texts:
 
 
 def read_texts(config: RlRunConfig, chat: Chat, pad_id: int) -> TextSource:
-    """Return the texts of `rl.ptx` for all steps, padded with `pad_id`. Raises DataError for lines that are not
-    conversations.
-    """
+    """Return the texts of `rl.ptx` for all steps, padded with `pad_id`; DataError for lines of another form."""
     ptx, train, length = config.rl.ptx, config.train, config.packed_length
     num_sequences = train.steps * ptx.sequences
     if ptx.tokens:

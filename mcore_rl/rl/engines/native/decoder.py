@@ -208,9 +208,7 @@ def _cached_part(attention: Any) -> Any:
 
 
 def copied_runs(copies: Iterable[Copy]) -> Iterator[tuple[int, slice, int]]:
-    """Yield (source, targets, length) of merged copies: copies from a slot to consecutive slots, such as from a prompt
-    to its group, become a single copy.
-    """
+    """Yield (source, targets, length) of copies; those from a slot to consecutive slots are merged into one."""
     pending: tuple[int, slice, int] | None = None
     for copy in copies:
         if pending is not None and pending == (copy.source, slice(pending[1].start, copy.target), copy.length):
@@ -242,9 +240,7 @@ def _hooked(module: nn.Module, hook: Callable[..., None]) -> Iterator[None]:
 
 
 def _rotary_table(model: MegatronModel, max_tokens: int) -> Any:
-    """Return the result of the model's rotary embedding for positions 0 ... `max_tokens` - 1, not split over context
-    parallelism.
-    """
+    """Return the rotary embedding's result for all positions below `max_tokens`, not split over context parallelism."""
     layers = model.decoder.layers
     is_latent = model.config.multi_latent_attention
     rotary = layers[0].self_attention.rotary_pos_emb if is_latent else model.rotary_pos_emb

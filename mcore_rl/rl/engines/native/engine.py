@@ -107,9 +107,7 @@ class MegatronEngine(QuietEngine):
         self.policy_version = policy_version
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]]) -> list[Group]:
-        """Collective over the world, or over each replica's ranks if replicas share no experts. Returns a group per
-        prompt.
-        """
+        """Collective over the world, or over a replica's ranks if none share experts. Returns a group per prompt."""
         check_request(prompts, sampling, seeds_PG, self.capabilities)
         drafts = [
             Draft(group=group, index=index, prompt_T=prompt.tokens_T, seed=seed)
