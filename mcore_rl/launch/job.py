@@ -29,12 +29,13 @@ cause    at the end: one line on what was wrong, of a failed program the headlin
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
 from mcore_rl.checks.cluster import seconds_of
-from mcore_rl.config.cluster import ContainerConfig, NoContainer
+from mcore_rl.config.cluster import ChecksConfig, ClusterConfig, ContainerConfig, NoContainer, SurvivalConfig
 from mcore_rl.errors import HUNG_STATUS, ConfigError
 from mcore_rl.launch.slurm import STATES
 from mcore_rl.storage.files import NOT_WRITER, RESERVE_BYTES, RESERVE_FILE, UNWRITTEN, shipped
@@ -90,6 +91,29 @@ class Servers:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class JobOptions:
+    """Options of the job on the command line; an empty text leaves one to the cluster's file or to Slurm."""
+
+    name: str = ""
+    time: str = ""
+    array: str = ""
+    array_field: str = "train.seed"
+    dependency: str = ""
+    exclude: str = ""
+    nodelist: str = ""
+    reservation: str = ""
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    mail_user: str = ""
+    mail_type: str = ""
+    servers: int = 0
+    """Number of server nodes in addition to the trainer's."""
+    server_command: str = ""
+    server_field: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class JobScript:
     """All settings of a job. Empty texts and zeros leave a setting to Slurm or to the program."""
 
@@ -104,86 +128,49 @@ class JobScript:
     """Absolute path; elements of an array run in <run_dir>/<index>. Its logs/ must exist before sbatch."""
     is_training: bool = True
     """Whether the program knows STOP and DONE and is requeued until DONE; else its exit status is the job's."""
-
+    cluster: ClusterConfig
+    options: JobOptions = JobOptions()
     nodes: int = 1
-    spares: int = 0
-    """Further nodes of the allocation, which replace those that fail; only of a training."""
     ranks_per_node: int = 1
+    gpus_per_node: int = 0
     starter: Literal["torchrun", "srun", "once"] = "torchrun"
     """`torchrun`: one task per node; `srun`: one task per rank; `once`: one task on the first node, no ranks."""
-    cores_per_node: int = 0
-    time: str = "1-00:00:00"
-    """Time limit of one attempt, in sbatch's format."""
-    signal_s: int = 600
-    """Seconds before the limit at which the run is asked to save."""
-    partition: str = ""
-    account: str = ""
-    qos: str = ""
-    reservation: str = ""
-    constraint: str = ""
-    nodelist: str = ""
-    exclude: str = ""
-    mail_user: str = ""
-    mail_type: str = ""
-    dependency: str = ""
-    """Dependency as sbatch writes it, `afterok:12:13`; Slurm cancels a job that can never start."""
-    array: str = ""
-    """Indices in sbatch's format, `0-3%2`; empty for no array."""
-    array_field: str = "train.seed"
-    """Field that gets the index of an element."""
-    sbatch: tuple[str, ...] = ()
-    """Further options of sbatch: `--exclusive`, `--gpus-per-node=h100:8`, `--mem=0`."""
     servers: Servers | None = None
-
     work_dir: str
     """Absolute path of the program's working folder, to which relative paths of its config refer."""
     code_dir: str = ""
     """Absolute path of a copy of the code that is imported instead of the installed package."""
     job_sh: str = str(shipped(JOB_SH))
     """Absolute path of the copy of launch/job.sh that the job runs, also after later upgrades of the package."""
-    python: str = "python"
-    """Command that starts Python."""
-    setup: tuple[str, ...] = ()
-    """Lines of bash that run before Python on every node, outside an apptainer and inside a pyxis container."""
-    container: NoContainer | ContainerConfig = field(default_factory=NoContainer)
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables, as NCCL's and CUDA_DEVICE_MAX_CONNECTIONS; OMP_NUM_THREADS is 1 by default."""
-    scratch: str = ""
-    """Folder that is created on every node as TMPDIR; it may contain $SLURM_JOB_ID."""
-    cache: str = ""
-    """Folder of TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR; it may contain variables too."""
-    environment_file: str = ""
-    """Absolute path of a file of NAME=value lines, which the job reads when it starts; empty for none."""
-
-    bind: bool = False
-    """Whether each rank is bound to the cores near its GPU: see mcore_rl/workers/rank_process.py."""
-    node_check: bool = True
-    """Whether mcore_rl.cli.node_check runs on all nodes first."""
-    gpus_per_node: int = 0
-    """Number of GPUs that the check must find; 0 skips them."""
-    gpu_memory_gib: float = 0.0
-    """Free memory that the check demands of each GPU."""
-    min_bandwidth_gbps: float = 0.0
-    """Least bus bandwidth of an all-reduce in the check, in Gbit/s; 0 only reports it."""
-    check_timeout_s: int = 300
-    image_timeout_s: int = 0
-    """Seconds in which a container's image is set up on a node before its checks; they count against no check."""
-    pre_node: tuple[str, ...] = ()
-    """Lines of bash that run on every node before the program; a node where they fail is unfit."""
-    post_node: tuple[str, ...] = ()
-    """Lines of bash that run on every node after each attempt; their status is reported."""
-
-    max_attempts: int = 3
-    """Number of starts in a row without a new checkpoint after which the job gives up."""
-    max_crashes: int = 50
-    """Number of crashes and hangs of the job in all after which it gives up."""
-    bad_node_crashes: int = 3
-    """Number of crashes that begin on one node, among the last `bad_node_attempts` attempts, which exclude it."""
-    bad_node_attempts: int = 10
 
     def __post_init__(self) -> None:
         if violations := list(_violations(self)):
             raise ConfigError("\n".join(f"- {violation}" for violation in violations))
+
+    @property
+    def checks(self) -> ChecksConfig:
+        """Checks of its nodes; a program that is no training has none."""
+        return self.cluster.checks if self.is_training else ChecksConfig(node=False)
+
+    @property
+    def survival(self) -> SurvivalConfig:
+        """Its restarts; a program that is no training has no spare nodes."""
+        return self.cluster.survival if self.is_training else SurvivalConfig()
+
+    @property
+    def time(self) -> str:
+        """Time limit of one attempt, in sbatch's format."""
+        return self.options.time or self.cluster.slurm.time
+
+    @property
+    def container(self) -> NoContainer | ContainerConfig:
+        """Container that it runs in."""
+        container = self.cluster.container
+        if not isinstance(container, ContainerConfig) or not self.options.array:
+            return container
+        # Elements of an array have their folders next to the launches.
+        launches = Path(self.code_dir).parents[1]
+        return container.model_copy(update={"mounts": (*container.mounts, f"{launches}:{launches}")})
 
     @property
     def done_text(self) -> str:
@@ -198,7 +185,7 @@ class JobScript:
     @property
     def cores_per_task(self) -> int:
         """Cores of a task; 0 leaves them to Slurm."""
-        return self.cores_per_node // self.tasks_per_node
+        return (self.cluster.node.cores or 0) // self.tasks_per_node
 
     @property
     def srun_options(self) -> tuple[str, ...]:
@@ -216,7 +203,8 @@ class JobScript:
     @property
     def is_checked(self) -> bool:
         """Whether lines run on every node before the program, which show that a node is unfit."""
-        return bool(self.node_check or self.pre_node or (self.is_training and (self.setup or self.scratch)))
+        prepares = self.is_training and (self.cluster.python.setup or self.cluster.paths.scratch)
+        return bool(self.checks.node or self.checks.pre_node or prepares)
 
     @property
     def inside(self) -> tuple[str, ...]:
@@ -231,18 +219,50 @@ class JobScript:
     @property
     def log_file(self) -> str:
         """Log of the script itself, with sbatch's placeholders."""
-        return f"{self.run_dir}/logs/{'%A_%a' if self.array else '%j'}.log"
+        return f"{self.run_dir}/logs/{'%A_%a' if self.options.array else '%j'}.log"
 
     @property
     def sbatch_options(self) -> tuple[str, ...]:
         """Options of sbatch in order, without those that every job has."""
-        named = "partition account qos reservation constraint nodelist exclude mail_user mail_type array dependency"
-        options = [f"--{name.replace('_', '-')}={value}" for name in named.split() if (value := getattr(self, name))]
-        if self.dependency:
-            options.append("--kill-on-invalid-dep=yes")
+        slurm, options = self.cluster.slurm, self.options
+        mail_user = options.mail_user or slurm.mail_user
+        named = {
+            "partition": options.partition or slurm.partition,
+            "account": options.account or slurm.account,
+            "qos": options.qos or slurm.qos,
+            "reservation": options.reservation,
+            "constraint": slurm.constraint,
+            "nodelist": options.nodelist,
+            "exclude": options.exclude,
+            "mail-user": mail_user,
+            "mail-type": mail_user and (options.mail_type or slurm.mail_type),
+            "array": options.array,
+            "dependency": options.dependency,
+        }
+        found = [f"--{name}={value}" for name, value in named.items() if value]
+        if options.dependency:
+            found.append("--kill-on-invalid-dep=yes")
         if self.cores_per_task:
-            options.append(f"--cpus-per-task={self.cores_per_task}")
-        return (*options, *self.sbatch)
+            found.append(f"--cpus-per-task={self.cores_per_task}")
+        return (*found, *sbatch_options(self.cluster, self.gpus_per_node))
+
+
+def sbatch_options(cluster: ClusterConfig, gpus: int) -> tuple[str, ...]:
+    """Return the options of sbatch that request GPUs and memory of a node."""
+    slurm, memory_gib = cluster.slurm, cluster.node.memory_gib
+    options = ["--exclusive"] if slurm.exclusive else []
+    typed = f"{slurm.gpu_type}:{gpus}" if slurm.gpu_type else str(gpus)
+    if gpus and slurm.gpus_by == "gpus-per-node":
+        options.append(f"--gpus-per-node={typed}")
+    elif gpus and slurm.gpus_by == "gres":
+        options.append(f"--gres=gpu:{typed}")
+    options.append("--mem=0" if memory_gib == "all" else f"--mem={memory_gib}G")
+    return (*options, *slurm.options)
+
+
+def environment_file(cluster: ClusterConfig) -> Path | None:
+    """Return the absolute path of the cluster's file of keys; None when it has none."""
+    return Path(cluster.environment_file).expanduser().absolute() if cluster.environment_file else None
 
 
 def inside_apptainer(
@@ -265,7 +285,7 @@ def render(job: JobScript) -> str:
 
 
 def _directives(job: JobScript) -> Iterator[str]:
-    folder = f"{job.run_dir}/<index>" if job.array else job.run_dir
+    folder = f"{job.run_dir}/<index>" if job.options.array else job.run_dir
     yield "#!/bin/bash -p"
     yield f"# {job.name}: {job.program}, {job.nodes} x {job.ranks_per_node} ranks."
     yield "# One attempt of the job; it can be edited and submitted with sbatch."
@@ -274,16 +294,16 @@ def _directives(job: JobScript) -> Iterator[str]:
     if job.is_training:
         yield "# The program exits with 0 after a save, and creates DONE after its last step. Without DONE the job is"
         yield "# requeued, unless it was cancelled, STOP was created, or max_attempts brought no new checkpoint."
-    if job.spares:
+    if job.survival.spares:
         yield "# Where a node fails, this script begins anew on the others of its allocation, some of which are spares"
         yield "# (logs/<job>.restarts counts that), and is requeued only when too few of them are left."
     options = [
         f"--job-name={job.name}",
-        f"--nodes={job.nodes + job.spares}",
-        *(["--no-kill"] if job.spares else []),
+        f"--nodes={job.nodes + job.survival.spares}",
+        *(["--no-kill"] if job.survival.spares else []),
         f"--ntasks-per-node={job.tasks_per_node}",
         f"--time={job.time}",
-        *([f"--signal=B:USR1@{job.signal_s}"] if job.is_training else []),
+        *([f"--signal=B:USR1@{job.survival.signal_s}"] if job.is_training else []),
         "--requeue",
         "--open-mode=append",
         f"--output={job.log_file}",
@@ -296,19 +316,22 @@ def _directives(job: JobScript) -> Iterator[str]:
 
 
 def _settings(job: JobScript) -> Iterator[str]:
-    servers = job.servers or Servers(nodes=0, command="")
+    servers, cluster, node = job.servers or Servers(nodes=0, command=""), job.cluster, job.cluster.node
     inside = shlex.join(job.inside)
     check = (
         f"--ranks={job.ranks_per_node}",
         f"--gpus={job.gpus_per_node}",
-        f"--gpu-memory-gib={job.gpu_memory_gib}",
-        f"--min-bandwidth-gbps={job.min_bandwidth_gbps}",
+        # The free memory that the check finds is a little less than the card's nominal memory.
+        f"--gpu-memory-gib={node.gpu_memory_gib - node.reserved_gib if job.gpus_per_node else 0.0}",
+        f"--min-bandwidth-gbps={job.checks.min_bandwidth_gbps or 0.0}",
     )
+    container = cluster.container
+    sets_up_image = job.is_training and isinstance(container, ContainerConfig)
     groups: Mapping[str, Mapping[str, object]] = {
         "the program": {
             "is_training": job.is_training,
             "run_dir": job.run_dir,
-            "array_field": job.array_field if job.array else "",
+            "array_field": job.options.array_field if job.options.array else "",
             "starter": job.starter,
             "module": job.module,
             "arguments": job.arguments,
@@ -316,41 +339,41 @@ def _settings(job: JobScript) -> Iterator[str]:
         },
         "its nodes": {
             "num_nodes": job.nodes,
-            "spares": job.spares,
+            "spares": job.survival.spares,
             "ranks_per_node": job.ranks_per_node,
             "tasks_per_node": job.tasks_per_node,
             "cores_per_task": job.cores_per_task,
-            "is_bound": job.bind,
+            "is_bound": job.is_training and node.bind and cluster.slurm.exclusive,
             "work_dir": job.work_dir,
             "code_dir": job.code_dir,
-            "python": job.python,
-            "setup": job.setup,
+            "python": cluster.python.command,
+            "setup": cluster.python.setup,
             "inside": inside,
             "srun_options": job.srun_options,
-            "environment": tuple(f"{name}={value}" for name, value in job.environment.items()),
-            "environment_file": job.environment_file,
-            "scratch": job.scratch,
-            "cache": job.cache,
+            "environment": tuple(f"{name}={value}" for name, value in cluster.environment.items()),
+            "environment_file": environment_file(cluster) or "",
+            "scratch": cluster.paths.scratch or "",
+            "cache": cluster.paths.cache or "",
         },
         "inference servers": {
-            "server_command": servers.command.replace("{python}", f"{inside} {job.python}".strip()),
+            "server_command": servers.command.replace("{python}", f"{inside} {cluster.python.command}".strip()),
             "server_ports": servers.ports,
             "server_arguments": servers.program_arguments,
         },
         "checks of the nodes": {
             "is_checked": job.is_checked,
-            "check_arguments": check if job.node_check else (),
-            "check_timeout_s": job.check_timeout_s,
-            "image_timeout_s": job.image_timeout_s,
-            "pre_node": job.pre_node,
-            "post_node": job.post_node,
+            "check_arguments": check if job.checks.node else (),
+            "check_timeout_s": job.checks.timeout_s,
+            "image_timeout_s": container.timeout_s if sets_up_image else 0,
+            "pre_node": job.checks.pre_node,
+            "post_node": job.checks.post_node,
         },
         "survival": {
-            "signal_s": job.signal_s,
-            "max_attempts": job.max_attempts,
-            "max_crashes": job.max_crashes,
-            "bad_node_crashes": job.bad_node_crashes,
-            "bad_node_attempts": job.bad_node_attempts,
+            "signal_s": job.survival.signal_s,
+            "max_attempts": job.survival.max_attempts,
+            "max_crashes": job.survival.max_crashes,
+            "bad_node_crashes": job.survival.bad_node_crashes,
+            "bad_node_attempts": job.survival.bad_node_attempts,
         },
         "constants of the package": {
             "reserve_file": RESERVE_FILE,
@@ -412,18 +435,19 @@ def _violations(job: JobScript) -> Iterator[str]:
     if not seconds_of(job.time):
         yield f"the time limit {job.time!r} is no duration. Write 12:00:00 (hours) or 2-00:00:00 (days)."
     for what in ("scratch", "cache"):
-        if not PLACE.fullmatch(getattr(job, what)):
-            yield f'{what}="{getattr(job, what)}" is not a path, in which variables such as $SLURM_JOB_ID are allowed.'
-    if job.servers and job.spares:
+        place = getattr(job.cluster.paths, what) or ""
+        if not PLACE.fullmatch(place):
+            yield f'{what}="{place}" is not a path, in which variables such as $SLURM_JOB_ID are allowed.'
+    if job.servers and job.survival.spares:
         yield (
-            f"survival.spares={job.spares} with servers: the components of a heterogeneous job cannot begin anew on "
-            "spare nodes. Set survival.spares=0, or leave out the servers."
+            f"survival.spares={job.survival.spares} with servers: the components of a heterogeneous job cannot begin "
+            "anew on spare nodes. Set survival.spares=0, or leave out the servers."
         )
-    if job.servers and job.array:
+    if job.servers and job.options.array:
         yield "Slurm has no arrays of heterogeneous jobs. Leave out one of the two."
     limit_s = seconds_of(job.time)
-    if job.is_training and limit_s is not None and job.signal_s >= limit_s:
+    if job.is_training and limit_s is not None and job.survival.signal_s >= limit_s:
         yield (
-            f"signal_s={job.signal_s} is not less than the time limit {job.time} ({limit_s} s). Lengthen the limit, "
-            "or ask for the save later."
+            f"signal_s={job.survival.signal_s} is not less than the time limit {job.time} ({limit_s} s). Lengthen the "
+            "limit, or ask for the save later."
         )

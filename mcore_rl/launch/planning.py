@@ -4,13 +4,13 @@ import difflib
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.checks.run import refuse
-from mcore_rl.config.cluster import ClusterConfig, ContainerConfig
+from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.describe import describe
 from mcore_rl.config.load import dump_config
 from mcore_rl.config.pipeline import ConversionStage
@@ -19,12 +19,11 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.section import Section
 from mcore_rl.errors import ConfigError
-from mcore_rl.launch.job import JOB_SH, JobScript, Servers
+from mcore_rl.launch.job import JOB_SH, JobOptions, JobScript, Servers, sbatch_options
 from mcore_rl.launch.preflight import (
     Allowances,
     Checked,
     check_training,
-    environment_file,
     environment_file_violations,
     folder_violations,
     image_violations,
@@ -37,29 +36,6 @@ FOUND = "found"
 """Folder within a launch's where its nodes write their findings."""
 CHECK_TIME = "00:15:00"
 """Time limit of a check, in sbatch's format."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobOptions:
-    """Options of the job on the command line; an empty text leaves one to the cluster's file or to Slurm."""
-
-    name: str = ""
-    time: str = ""
-    array: str = ""
-    array_field: str = "train.seed"
-    dependency: str = ""
-    exclude: str = ""
-    nodelist: str = ""
-    reservation: str = ""
-    partition: str = ""
-    account: str = ""
-    qos: str = ""
-    mail_user: str = ""
-    mail_type: str = ""
-    servers: int = 0
-    """Number of server nodes in addition to the trainer's."""
-    server_command: str = ""
-    server_field: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,8 +67,6 @@ def plan_training(
     served = config.served if isinstance(config, RlRunConfig) else None
     checked = check_training(_with_servers(config, options.servers), cluster, nodes, allowances)
     folder = next_folder(run_dir)
-    ranks = cluster.node.ranks_per_node
-    gpus = cluster.node.gpus
     job = JobScript(
         name=options.name or _name(program, run_dir),
         program=program,
@@ -100,28 +74,10 @@ def plan_training(
         arguments=(str(folder / "config.toml"),),
         run_dir=str(run_dir),
         nodes=nodes,
-        spares=cluster.survival.spares,
-        ranks_per_node=ranks,
+        ranks_per_node=cluster.node.ranks_per_node,
         starter=cluster.survival.starter,
-        signal_s=cluster.survival.signal_s,
-        array=options.array,
-        array_field=options.array_field,
         servers=_servers(served, cluster, options, folder),
-        bind=cluster.node.bind and cluster.slurm.exclusive,
-        node_check=cluster.checks.node,
-        gpus_per_node=gpus,
-        # The free memory that the check finds is a little less than the card's nominal memory.
-        gpu_memory_gib=cluster.node.gpu_memory_gib - cluster.node.reserved_gib if gpus else 0.0,
-        min_bandwidth_gbps=cluster.checks.min_bandwidth_gbps or 0.0,
-        check_timeout_s=cluster.checks.timeout_s,
-        image_timeout_s=cluster.container.timeout_s if isinstance(cluster.container, ContainerConfig) else 0,
-        pre_node=cluster.checks.pre_node,
-        post_node=cluster.checks.post_node,
-        max_attempts=cluster.survival.max_attempts,
-        max_crashes=cluster.survival.max_crashes,
-        bad_node_crashes=cluster.survival.bad_node_crashes,
-        bad_node_attempts=cluster.survival.bad_node_attempts,
-        **_placement(cluster, options, folder, gpus),
+        **_placement(cluster, options, folder, cluster.node.gpus),
     )
     files = {"config.toml": dump_config(config), "cluster.toml": dump_config(cluster)}
     return PlannedJob(program=program, cluster=cluster.name, folder=folder, job=job, files=files, checked=checked)
@@ -142,7 +98,6 @@ def plan_conversion(
         run_dir=str(run_dir),
         is_training=False,
         starter="once",
-        node_check=False,
         **_placement(cluster, options, folder, stage.gpus),
     )
     files = {"cluster.toml": dump_config(cluster)}
@@ -157,7 +112,6 @@ def plan_check(
     run_dir = run_dir.absolute() / CHECK_FOLDER
     warnings = _refuse_unready(run_dir, cluster, allowances)
     folder = next_folder(run_dir)
-    gpus = cluster.node.gpus
     job = JobScript(
         name=options.name or _name("check", run_dir.parent),
         program="doctor",
@@ -167,9 +121,7 @@ def plan_check(
         nodes=nodes,
         is_training=False,
         starter="srun",
-        node_check=False,
-        gpus_per_node=gpus,
-        **(_placement(cluster, options, folder, gpus) | {"time": options.time or CHECK_TIME}),
+        **_placement(cluster, replace(options, time=options.time or CHECK_TIME), folder, cluster.node.gpus),
     )
     files = {"cluster.toml": dump_config(cluster)}
     checked = Checked(lines=(f"mcore-rl doctor on {nodes} nodes",), warnings=warnings)
@@ -194,50 +146,14 @@ def _conversion(stage: ConversionStage) -> tuple[str, ...]:
 
 
 def _placement(cluster: ClusterConfig, options: JobOptions, folder: Path, gpus: int) -> dict[str, Any]:
-    slurm = cluster.slurm
-    container = cluster.container
-    if isinstance(container, ContainerConfig) and options.array:
-        # Elements of an array have their folders next to it.
-        mounts = (*container.mounts, f"{folder.parent}:{folder.parent}")
-        container = container.model_copy(update={"mounts": mounts})
     return {
-        "time": options.time or slurm.time,
-        "partition": options.partition or slurm.partition or "",
-        "account": options.account or slurm.account or "",
-        "qos": options.qos or slurm.qos or "",
-        "constraint": slurm.constraint or "",
-        "reservation": options.reservation,
-        "nodelist": options.nodelist,
-        "exclude": options.exclude,
-        "mail_user": options.mail_user or slurm.mail_user or "",
-        "mail_type": (options.mail_type or slurm.mail_type) if options.mail_user or slurm.mail_user else "",
-        "dependency": options.dependency,
-        "cores_per_node": cluster.node.cores or 0,
-        "sbatch": sbatch_options(cluster, gpus),
+        "cluster": cluster,
+        "options": options,
+        "gpus_per_node": gpus,
         "work_dir": str(Path.cwd()),
         "code_dir": str(folder / "code"),
         "job_sh": str(folder / JOB_SH),
-        "python": cluster.python.command,
-        "setup": cluster.python.setup,
-        "environment": cluster.environment,
-        "scratch": cluster.paths.scratch or "",
-        "cache": cluster.paths.cache or "",
-        "environment_file": str(environment_file(cluster) or ""),
-        "container": container,
     }
-
-
-def sbatch_options(cluster: ClusterConfig, gpus: int) -> tuple[str, ...]:
-    """Return the options of sbatch that request GPUs and memory of a node."""
-    slurm, memory_gib = cluster.slurm, cluster.node.memory_gib
-    options = ["--exclusive"] if slurm.exclusive else []
-    typed = f"{slurm.gpu_type}:{gpus}" if slurm.gpu_type else str(gpus)
-    if gpus and slurm.gpus_by == "gpus-per-node":
-        options.append(f"--gpus-per-node={typed}")
-    elif gpus and slurm.gpus_by == "gres":
-        options.append(f"--gres=gpu:{typed}")
-    options.append("--mem=0" if memory_gib == "all" else f"--mem={memory_gib}G")
-    return (*options, *slurm.options)
 
 
 def _unknown_fields(kind: type[Section], options: JobOptions) -> Iterator[str]:

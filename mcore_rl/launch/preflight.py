@@ -15,6 +15,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.launch import records, slurm
+from mcore_rl.launch.job import environment_file
 from mcore_rl.planning.estimate import Estimate, estimate, place_of
 from mcore_rl.planning.memory import GIB, disk_of, disk_warning
 from mcore_rl.planning.search import search
@@ -112,13 +113,6 @@ def image_violations(container: NoContainer | ContainerConfig) -> Iterator[str]:
     is_file = image.startswith(("/", "./", "../")) if container.kind == "pyxis" else "://" not in image
     if is_file and not Path(image).exists():
         yield f'container.image="{image}" does not exist. Make it (enroot import, apptainer build) or correct the path.'
-
-
-def environment_file(cluster: ClusterConfig) -> Path | None:
-    """Return the absolute path of the cluster's file of keys; None when it has none."""
-    if cluster.environment_file is None:
-        return None
-    return Path(cluster.environment_file).expanduser().absolute()
 
 
 def environment_file_violations(cluster: ClusterConfig, run_dir: Path) -> Iterator[str]:

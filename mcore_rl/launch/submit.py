@@ -23,16 +23,8 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError, McoreRlError
 from mcore_rl.launch import slurm
 from mcore_rl.launch.code_copy import Code, copy_code, refuse_changes, this_code
-from mcore_rl.launch.job import JOB_SH, render
-from mcore_rl.launch.planning import (
-    FOUND,
-    JobOptions,
-    PlannedJob,
-    conversion_text,
-    plan_check,
-    plan_conversion,
-    plan_training,
-)
+from mcore_rl.launch.job import JOB_SH, JobOptions, render
+from mcore_rl.launch.planning import FOUND, PlannedJob, conversion_text, plan_check, plan_conversion, plan_training
 from mcore_rl.launch.preflight import Allowances, in_use_violations
 from mcore_rl.launch.records import LOCK, SCRIPT, Submission, done, record
 from mcore_rl.storage.files import shipped, sole_writer
@@ -234,7 +226,9 @@ def _submit_all(plans: Sequence[PlannedJob], code: Code) -> list[str]:
     """Submit the jobs and return their ids; when Slurm refuses a job, the jobs before it are cancelled."""
     jobs: list[str] = []
     for index, plan in enumerate(plans):
-        job = replace(plan.job, dependency=f"afterok:{jobs[-1]}") if index else plan.job
+        job = plan.job
+        if index:
+            job = replace(job, options=replace(job.options, dependency=f"afterok:{jobs[-1]}"))
         try:
             after = plans[index - 1].job.run_dir if index else ""
             jobs.append(_submit(replace(plan, job=job), code, after))
@@ -244,7 +238,7 @@ def _submit_all(plans: Sequence[PlannedJob], code: Code) -> list[str]:
                 sys.stderr.write(f"cancelled job {submitted}\n")
             raise
         sys.stdout.write(f"{jobs[-1]}\n")
-        waits = f", waiting for {job.dependency}" if job.dependency else ""
+        waits = f", waiting for {job.options.dependency}" if job.options.dependency else ""
         sys.stderr.write(f"{job.name}: job {jobs[-1]}{waits}; {plan.folder / SCRIPT}\n")
     return jobs
 
@@ -316,7 +310,7 @@ def _submission(plan: PlannedJob, code: Code, job: str, after: str) -> Submissio
         ranks_per_node=plan.job.ranks_per_node,
         time=datetime.now(UTC).isoformat(timespec="seconds"),
         code=code.describe(),
-        array=plan.job.array,
-        dependency=plan.job.dependency,
+        array=plan.job.options.array,
+        dependency=plan.job.options.dependency,
         after=after,
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.launch.job import STATUS, JobScript, Servers
+from mcore_rl.launch.job import STATUS, JobOptions, JobScript, Servers
 from tests.slurm.cluster import ENDED, Cluster
 from tests.slurm.training import BEGIN_S, ends, job, losses, saved_step, signal_rank, submit
 
@@ -47,7 +47,7 @@ def test_the_time_limit_preemption_and_people_end_attempts_each_in_its_own_way(c
     # Not pending again: in that state nothing of the job is left that could requeue it.
     assert cluster.until_state(id_, ENDED, 60) == "CANCELLED" and not (run_dir / "DONE").exists()
 
-    again = submit(cluster, dataclasses.replace(script, time="30"))
+    again = submit(cluster, dataclasses.replace(script, options=JobOptions(time="30")))
     gets_on(cluster, run_dir)
     saved = saved_step(run_dir)
     (run_dir / "STOP").touch()

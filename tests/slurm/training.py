@@ -10,6 +10,7 @@ from typing import Any
 
 from mcore_rl.launch.job import JobScript, render
 from tests.slurm.cluster import ROOT, Cluster
+from tests.unit.launch.conftest import job_script
 
 MODULES = ("argparse", "ast", "dataclasses", "inspect", "pathlib", "subprocess", "typing", "turtle")
 VOCAB_SIZE = 512
@@ -119,7 +120,7 @@ def job(cluster: Cluster, name: str, *overrides: str, **fields: Any) -> JobScrip
         "time": "30",
         "node_check": False,
     }
-    return JobScript(**values | fields)
+    return job_script(**values | fields)
 
 
 def submit(cluster: Cluster, script: JobScript, *options: str) -> str:

@@ -3,10 +3,24 @@
 The real ones are in tests/slurm.
 """
 
+import dataclasses
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from mcore_rl.config.cluster import (
+    ChecksConfig,
+    ClusterConfig,
+    NodeConfig,
+    PathsConfig,
+    PythonConfig,
+    SlurmConfig,
+    SurvivalConfig,
+)
+from mcore_rl.launch.job import JobOptions, JobScript
 
 ROOT = Path(__file__).parents[3]
 SBATCH = """#!/bin/sh
@@ -26,6 +40,27 @@ echo "$*" >>"{folder}/asked_{name}"
 /bin/cat "{folder}/{name}.error" >&2 2>/dev/null && exit 1
 exit 0
 """
+
+
+def job_script(**fields: Any) -> JobScript:
+    """A job of which also settings of the cluster's file, and options of a launch, are given by their names alone."""
+
+    def taken(names: Iterable[str]) -> dict[str, Any]:
+        given = {name: fields.pop(name) for name in names if name in fields}
+        return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+
+    renamed = {"node_check": "node", "check_timeout_s": "timeout_s", "python": "command"}
+    fields = {renamed.get(name, name): value for name, value in fields.items()}
+    sections = {
+        "survival": SurvivalConfig(**taken(set(SurvivalConfig.model_fields) - {"starter"})),
+        "checks": ChecksConfig(**taken(ChecksConfig.model_fields)),
+        "python": PythonConfig(**taken(PythonConfig.model_fields)),
+        "paths": PathsConfig(**taken(PathsConfig.model_fields)),
+        **taken(["environment", "environment_file", "container"]),
+    }
+    options = JobOptions(**taken({option.name for option in dataclasses.fields(JobOptions)} - {"name", "servers"}))
+    cluster = ClusterConfig(slurm=SlurmConfig(exclusive=False), node=NodeConfig(gpus=0, bind=False), **sections)
+    return JobScript(cluster=cluster, options=options, **fields)
 
 
 class LoginNode:

@@ -12,8 +12,8 @@ import pytest
 
 from mcore_rl.config.cluster import ContainerConfig
 from mcore_rl.launch import job
-from mcore_rl.launch.job import STATUS, JobScript, render
-from tests.unit.launch.conftest import ROOT
+from mcore_rl.launch.job import STATUS, render
+from tests.unit.launch.conftest import ROOT, job_script
 
 SRUN = """#!/bin/bash
 # Runs the command on each host, one after the other. `unfit` names hosts that are gone.
@@ -103,7 +103,7 @@ class Machines:
             "node_check": False,
             "nodes": len(hosts.split()),
         }
-        self._install("job.sbatch", render(JobScript(**values | fields)))
+        self._install("job.sbatch", render(job_script(**values | fields)))
         environment = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(number), "SLURM_JOB_NODELIST": "n[1-9]"}
         return subprocess.run(
             [*self.wrap, str(self.folder / "job.sbatch")],
@@ -200,8 +200,8 @@ def test_a_checks_own_limit_ends_it_and_is_its_reason(machines):
 def test_setting_up_a_containers_image_counts_against_no_checks_limit(machines):
     machines._install("bin/timeout", '#!/bin/bash\necho "$2 $3" >>"$CLUSTER/limits"\nexec /usr/bin/timeout "$@"\n')
     machines._install("bin/apptainer", "#!/bin/bash\n[[ $* = *\\ true ]] || touch $CLUSTER/run/DONE\n")
-    container = ContainerConfig(kind="apptainer", image="a.sif")
-    fields = {"container": container, "node_check": True, "check_timeout_s": 60, "image_timeout_s": 900}
+    container = ContainerConfig(kind="apptainer", image="a.sif", timeout_s=900)
+    fields = {"container": container, "node_check": True, "check_timeout_s": 60}
     assert machines.attempt(hosts="n1", **fields).returncode == 0
     assert machines.ends == [("finished", "0", "")]
     assert (machines.folder / "limits").read_text() == "990 srun\n60 bash\n"

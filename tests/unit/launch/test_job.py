@@ -9,11 +9,11 @@ import pytest
 
 from mcore_rl.checks.cluster import seconds_of, why_reserved
 from mcore_rl.errors import HUNG_STATUS, ConfigError
-from mcore_rl.launch.job import MEANING, STATUS, JobScript, Servers, render
+from mcore_rl.launch.job import MEANING, STATUS, Servers, render
 from mcore_rl.storage.files import UNWRITTEN
 from mcore_rl.workers.failures import FAILURES, Order, note_failure, rank_death, rank_failure
 from mcore_rl.workers.launcher import OF_RANKS
-from tests.unit.launch.conftest import ROOT
+from tests.unit.launch.conftest import ROOT, job_script
 
 JOB_SH = (ROOT / "launch/job.sh").read_text()
 
@@ -38,7 +38,7 @@ def test_time_limits_are_read_as_sbatch_reads_them(time, seconds):
 def test_all_that_is_wrong_is_told_at_once():
     servers = Servers(nodes=1, command="serve")
     with pytest.raises(ConfigError) as error:
-        JobScript(
+        job_script(
             **JOB | {"run_dir": "runs/moe", "name": "my moe"},
             time="10",
             signal_s=600,
@@ -53,7 +53,7 @@ def test_all_that_is_wrong_is_told_at_once():
 
 def test_the_script_knows_the_folder_of_causes_and_the_status_of_a_hung_rank():
     assert f"{FAILURES}=$log/failures" in JOB_SH
-    assert '  "$hung_status") failed hang' in JOB_SH and f"hung_status={HUNG_STATUS}\n" in render(JobScript(**JOB))
+    assert '  "$hung_status") failed hang' in JOB_SH and f"hung_status={HUNG_STATUS}\n" in render(job_script(**JOB))
 
 
 def test_every_exit_status_has_a_meaning_and_is_used():
@@ -62,7 +62,7 @@ def test_every_exit_status_has_a_meaning_and_is_used():
 
 
 def test_words_reach_the_program_as_they_are():
-    script = render(JobScript(**JOB, environment={"NCCL_DEBUG": "a 'b' $c"}))
+    script = render(job_script(**JOB, environment={"NCCL_DEBUG": "a 'b' $c"}))
     shown = subprocess.run(
         ["bash", "-uc", f'{script.partition("job_sh=")[0]}printf "%s\\n" "${{arguments[@]}}" "${{environment[@]}}"'],
         capture_output=True,
@@ -73,7 +73,7 @@ def test_words_reach_the_program_as_they_are():
 
 def test_a_cluster_may_set_no_variable_of_the_script_or_of_the_launcher_but_the_two_that_are_defaults():
     """All names that the two parts of a script assign, and those by which a rank knows its place."""
-    script = render(JobScript(**JOB)) + JOB_SH
+    script = render(job_script(**JOB)) + JOB_SH
     assigned = re.findall(
         r"(?:^ *|then |printf .* \"|eval \")((?:export )?[A-Za-z_]+=.*|export .*)", script, re.MULTILINE
     )
@@ -88,7 +88,7 @@ def test_a_cluster_may_set_no_variable_of_the_script_or_of_the_launcher_but_the_
 def test_the_script_reads_headline_and_status_of_the_first_cause_whatever_is_in_them(tmp_path):
     start = JOB_SH.index("failed_with= #")
     reader = JOB_SH[start : JOB_SH.index('message "the program exited', start)]
-    assert f"unwritten={shlex.quote(UNWRITTEN)}\n" in render(JobScript(**JOB))
+    assert f"unwritten={shlex.quote(UNWRITTEN)}\n" in render(job_script(**JOB))
     folder = tmp_path / "failures"
     note_failure(rank_failure(0, 1, "RuntimeError: Connection closed by peer", order=Order.LOST_PEER), folder)
     note_failure(rank_failure(3, 7, 'KeyError: "C:\\temp\\é"', "long\ntext", host="n2"), folder)

@@ -15,12 +15,11 @@ from mcore_rl.cli.cli import main
 from mcore_rl.config.load import dump_config, load_config
 from mcore_rl.errors import ConfigError
 from mcore_rl.launch.code_copy import Code
-from mcore_rl.launch.job import JobScript
 from mcore_rl.launch.planning import PlannedJob
 from mcore_rl.launch.preflight import Checked
 from mcore_rl.launch.submit import _submit
 from tests.conversion import saved
-from tests.unit.launch.conftest import ROOT
+from tests.unit.launch.conftest import ROOT, job_script
 
 RECIPE = ROOT / "launch/recipes/tiny_moe/pretrain.toml"
 CPU = ROOT / "launch/clusters/example_cpu.toml"
@@ -280,7 +279,7 @@ def small_job(home, folder):
     for package in ("mcore_rl", "launch"):
         (home / "code" / package).mkdir(parents=True, exist_ok=True)
     run_dir = home / "runs/a"
-    job = JobScript(name="a", program="p", module="m", arguments=(), run_dir=str(run_dir), work_dir=str(home))
+    job = job_script(name="a", program="p", module="m", arguments=(), run_dir=str(run_dir), work_dir=str(home))
     checked = Checked(lines=(), warnings=())
     files = {"config.toml": "a = 1\n"}
     plan = PlannedJob(
