@@ -303,9 +303,10 @@ def _directives(job: JobScript) -> Iterator[str]:
         *(["--no-kill"] if job.survival.spares else []),
         f"--ntasks-per-node={job.tasks_per_node}",
         f"--time={job.time}",
+        # B: the script alone gets the signal, and asks the run by the file STOP to save after its step.
         *([f"--signal=B:USR1@{job.survival.signal_s}"] if job.is_training else []),
         "--requeue",
-        "--open-mode=append",
+        "--open-mode=append",  # a requeued attempt has the same id and log
         f"--output={job.log_file}",
         f"--chdir={job.work_dir}",
         *job.sbatch_options,

@@ -223,6 +223,7 @@ class ConsoleSink:
             return
         left = self._time_left(step) if "train/lr" in values else None
         if cells and self._has_columns and "train/lr" in values:
+            # As wide as a time from the first row on, which has none: the columns below do not shift.
             self._print_row(
                 f"{step}/{self._total_steps}", {"left": ("" if left is None else str(left)).rjust(7)} | cells
             )

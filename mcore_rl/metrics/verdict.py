@@ -122,6 +122,7 @@ def verdict(records: Iterable[Mapping[str, object]]) -> Verdict | None:
         return None
     before, after = fmean(rewards[:length]), fmean(rewards[-length:])
     squares = [variance(values) / length for values in (rewards[:length], rewards[-length:])]
+    # Welch-Satterthwaite: the two samples have the same size, and each its own variance.
     degrees = (length - 1) * sum(squares) ** 2 / (sum(square**2 for square in squares) or 1.0)
     half = student_t(max(1.0, degrees)) * math.sqrt(sum(squares))
     basis = f"first and last {length} of {len(rewards)} rollout batches"

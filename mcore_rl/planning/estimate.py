@@ -353,7 +353,7 @@ def _where(rising: Callable[[float], float], wanted: float, low: float, high: fl
         return low
     if rising(high) <= wanted:
         return high
-    for _ in range(60):
+    for _ in range(60):  # halvings, after which the interval is below a float's resolution
         middle = (low + high) / 2
         low, high = (middle, high) if rising(middle) < wanted else (low, middle)
     return (low + high) / 2
