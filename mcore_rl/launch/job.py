@@ -327,7 +327,7 @@ def _settings(job: JobScript) -> Iterator[str]:
         f"--min-bandwidth-gbps={job.checks.min_bandwidth_gbps or 0.0}",
     )
     container = cluster.container
-    sets_up_image = job.is_training and isinstance(container, ContainerConfig)
+    image_timeout_s = container.timeout_s if job.is_training and isinstance(container, ContainerConfig) else 0
     groups: Mapping[str, Mapping[str, object]] = {
         "the program": {
             "is_training": job.is_training,
@@ -365,7 +365,7 @@ def _settings(job: JobScript) -> Iterator[str]:
             "is_checked": job.is_checked,
             "check_arguments": check if job.checks.node else (),
             "check_timeout_s": job.checks.timeout_s,
-            "image_timeout_s": container.timeout_s if sets_up_image else 0,
+            "image_timeout_s": image_timeout_s,
             "pre_node": job.checks.pre_node,
             "post_node": job.checks.post_node,
         },
