@@ -8,7 +8,7 @@ fragmentation. The disk counts checkpoints and the samples of RL.
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -39,15 +39,17 @@ OFFLOADED_BYTES = 16
 """Bytes of main memory for an offloaded weight: fp32 weight, two moments, and the gradient."""
 FP8_COPIES_BYTES = 2
 """Bytes of the 8-bit copies of a weight and of its transpose that TransformerEngine keeps."""
-
-
 SERVER_REST_BYTES = 4 * GIB
 """Bytes of a GPU that a server keeps while it sleeps: its context, NCCL's buffers and CUDA graphs."""
 SERVER_WORK_BYTES = 2 * GIB
 """Bytes of a server's activations and logits."""
-STAGED_BUCKETS = 4
-"""Largest buckets of weights on a GPU in a push: gathered and sent, and on the server as they came and as it packs
-them."""
+STAGED_BUCKETS = 2
+"""Largest buckets of weights that a server has in a push: as they came, and as it packs them."""
+
+
+def largest_layer(model: ModelConfig, kinds: Iterable[LayerKind], ep: int = 1) -> int:
+    """Return the number of weights of the largest layer of a push, with all experts or one of `ep` shares of them."""
+    return max((layer_weights(model, MeshConfig(ep=ep), kind).total for kind in {*kinds}), default=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +70,7 @@ class SharedServer:
 
     @property
     def push(self) -> int:
-        """Bytes in a push, before keys and values are back."""
+        """Bytes in a push beside the trainer's, before keys and values are back."""
         return SERVER_REST_BYTES + self.weights + STAGED_BUCKETS * self.bucket
 
     @property
@@ -85,12 +87,11 @@ def shared_server(training: Training) -> SharedServer | None:
     model, parts = training.model, engine.tensor_parallel
     element = 4 if "fp32" in (engine.dtype, training.platform.precision * (engine.dtype == "auto")) else 2
     (whole,) = weights_by_stage(model, MeshConfig())
-    layers = (layer_weights(model, MeshConfig(), kind).total for kind in model.all_kinds)
     token = 2 * model.num_layers * max(1, model.num_kv_heads // parts) * model.head_dim * element
     return SharedServer(
         gpus=parts,
         weights=whole.bytes(element) // parts,
-        bucket=max(*layers, model.padded_vocab_size * model.hidden_size) * element,
+        bucket=max(largest_layer(model, model.layer_kinds), model.vocab_size * model.hidden_size) * element,
         token=token,
         sample=training.sample_length * token,
         keeps_weights=engine.lora == "adapter",
@@ -117,7 +118,7 @@ class Memory:
     rollout_cache: int = 0
     """Keys and values of completions in progress, which exist at other times than activations."""
     pushed: int = 0
-    """Tensors that rank 0 gathers at one time to send them to servers: whole layers, with all experts."""
+    """Tensors that the rank gathers for servers and writes at one time, beside two messages of hf_stream.py."""
     routes: int = 0
     """Routes and router scores of a rollout batch that wait on the device."""
     host: int = 0
@@ -158,7 +159,7 @@ class Memory:
         }
         if self.server is not None:
             in_use = {phase: size + SERVER_REST_BYTES for phase, size in in_use.items() if phase != "rollout"}
-            in_use["push"] = self.rollout_models + self.server.push
+            in_use["push"] = self.rollout_models + self.pushed + self.server.push
             in_use["generate"] = self.rollout_models + self.server.generate + self.server.sample
         elif self.pushed:
             in_use["push"] = self.rollout_models + self.pushed
@@ -337,7 +338,7 @@ class StageMemory:
             recomputed=recomputed,
             logits=logits,
             rollout_cache=0 if rollouts is None else self._rollout_cache(rollouts, stage),
-            pushed=0 if rollouts is None or stage else self._pushed(rollouts),
+            pushed=0 if rollouts is None else self._pushed(rollouts, stage),
             routes=routes.device,
             host_routes=routes.host,
             host=sum(
@@ -417,13 +418,19 @@ class StageMemory:
         states = mixers["delta"] * delta_state_bytes(model, mesh.tp, self.layer.element)
         return slots * (training.sample_length * numbers * self.layer.element + states)
 
-    def _pushed(self, rollouts: Rollouts) -> int:
-        """Return the bytes of the largest bucket of weights for servers, 0 where they get adapters only."""
-        model, engine = self.training.model, rollouts.engine
+    def _pushed(self, rollouts: Rollouts, stage: int) -> int:
+        # Every rank gathers layers with its own experts; rank 0 whole layers, for a broadcast and for files that other
+        # machines may not see. A bucket is gathered while the one before it is written.
+        model, mesh, engine = self.training.model, self.training.mesh, rollouts.engine
         if not isinstance(engine, ServedConfig) or (self.training.lora.is_on and engine.lora == "adapter"):
             return 0
-        layers = [layer_weights(model, MeshConfig(), kind).total for kind in {*model.layer_kinds}]
-        return max(*layers, model.vocab_size * model.hidden_size) * self.layer.element
+        if stage and engine.broadcasts:
+            return 0
+        is_alone = engine.transport_dir is None and not engine.share_gpus
+        kinds, ep = (model.layer_kinds, 1) if is_alone and not stage else (self.layout.kinds[stage], mesh.ep)
+        layer = largest_layer(model, kinds, ep)
+        vocabulary = model.vocab_size * model.hidden_size if stage in (0, mesh.pp - 1) else 0
+        return (max(layer, vocabulary) + (0 if engine.broadcasts else layer)) * self.layer.element
 
     def _activations(self, stage: int) -> tuple[int, int]:
         """Return the bytes kept over all microbatches in flight, and the bytes that are recomputed at one time."""

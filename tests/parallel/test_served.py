@@ -25,6 +25,8 @@ from mcore_rl.model import hf_stream
 from mcore_rl.model.adapters import add_adapters
 from mcore_rl.model.build import build_model, local_shards
 from mcore_rl.model.hf_stream import Bucket, WeightStream
+from mcore_rl.planning.memory import memory_by_stage
+from mcore_rl.planning.training import training_of
 from mcore_rl.rl.engines import weight_push
 from mcore_rl.rl.engines.base import Sampling, make_engine, sampling_of
 from mcore_rl.rl.engines.probe import Probe, ProbeReference, probe_sequences
@@ -273,7 +275,9 @@ def test_a_trainer_that_is_cut_in_every_way_gives_two_servers_its_weights_with_t
     experts = sum(one.nbytes for name, one in theirs.tensors.items() if name.startswith("model.layers.0.mlp.experts"))
     for rank, (_, found, _) in enumerate(ranks):
         part = layer - experts // 2 if rank % 2 == 0 else experts // 2
-        assert found <= 2 * part + 2 * MESSAGE_BYTES, rank
+        assert part < found <= 2 * part + 2 * MESSAGE_BYTES, rank
+    plan = training_of(config.model_copy(update={"platform": PlatformConfig(precision="fp32")}), len(ranks))
+    assert [stage.pushed for stage in memory_by_stage(plan)] == [2 * (layer - experts // 2)] * 2
     sequences = torch.tensor(probe_sequences(96, VOCAB))
     with torch.no_grad():
         read = theirs.model(sequences, output_router_logits=True)

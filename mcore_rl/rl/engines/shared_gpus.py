@@ -193,7 +193,8 @@ class SharedServers:
         """Free what the trainer's allocator keeps, before a server gets memory. Raises EngineError if the GPU of a rank
         has too little for the server's weights with a push or, after it, with keys and values.
         """
-        pushed, planned = self.planned.push - SERVER_REST_BYTES + HEADROOM_BYTES, self.planned
+        gathered, planned = max(stage.pushed for stage in memory_by_stage(self._training)), self.planned
+        pushed = gathered + planned.push - SERVER_REST_BYTES + HEADROOM_BYTES
         wanted = max(pushed, planned.weights + self._cache_bytes)
 
         def room() -> None:

@@ -173,18 +173,26 @@ def test_the_output_and_its_logits_are_the_last_stages():
     assert first.activations == 2 * second.activations
 
 
-def test_a_push_to_servers_gathers_a_whole_layer_on_the_first_rank():
-    def phases(*fields):
-        words = ("checkpoint.load=x", "rl.advantage.critic.load=x", *fields)
-        found = load_config(RlRunConfig, RECIPES / "qwen3_30b_a3b" / "ppo.toml", words)
-        return [stage.phases for stage in memory_by_stage(training_of(found, 32))]
+def test_a_push_gathers_a_ranks_own_experts_and_whole_layers_on_a_rank_that_is_alone():
+    """By files a layer is gathered while the bucket before it is written; the first of all is the embedding."""
 
-    assert all("push" not in one for one in phases())
-    first, second = phases("rl.engine.kind=vllm", "mesh.pp=2", "mesh.tp=2")
-    # 128 experts of 768, the router, 32 heads and 2 x 4 heads of 128 with their norms, two norms.
-    layer = 128 * (3 * 768 * 2048 + 2048) + 2048 * 128 * (32 + 8 + 32) + 2 * 128 + 2 * 2048
-    assert first["push"] - first["rollout"] == 2 * layer and "push" not in second
-    assert "push" not in phases("rl.engine.kind=vllm", "lora.rank=8", "rl.engine.lora=adapter")[0]
+    def pushed(*fields):
+        words = ("checkpoint.load=x", "rl.advantage.critic.load=x", "mesh.pp=2", "mesh.tp=2", "mesh.ep=8", *fields)
+        found = load_config(RlRunConfig, RECIPES / "qwen3_30b_a3b" / "ppo.toml", words)
+        stages = [stage.phases for stage in memory_by_stage(training_of(found, 32))]
+        return [phases.get("push", phases["rollout"]) - phases["rollout"] for phases in stages]
+
+    # 768 wide experts, the router, 32 heads and 2 x 4 heads of 128 with their norms, two norms; 151,936 ids.
+    dense, experts = 2048 * 128 * (32 + 8 + 32) + 2 * 128 + 2 * 2048 + 128 * 2048, 128 * 3 * 768 * 2048
+    layer, share, vocabulary = dense + experts, dense + experts // 8, 151936 * 2048
+    assert vocabulary > share
+    served = "rl.engine.kind=vllm"
+    assert pushed() == [0, 0]
+    assert pushed(served, "rl.engine.transport_dir=/shared") == [2 * (share + vocabulary)] * 2
+    # Ranks of other machines may not see this machine's memory.
+    assert pushed(served) == [2 * 2 * layer, 2 * (share + vocabulary)]
+    assert pushed(served, "rl.engine.transport=nccl") == [2 * layer, 0]
+    assert pushed(served, "lora.rank=8", "rl.engine.lora=adapter", "rl.engine.base_model=x") == [0, 0]
 
 
 def test_models_that_wait_take_room_in_their_own_phases_only():
@@ -431,12 +439,17 @@ def test_servers_on_the_ranks_gpus_have_two_phases_of_their_own_and_keep_a_rest_
     # A layer: 128 experts of 3 x 2048 x 768, attention and router.
     layer = 128 * 3 * 2048 * 768 + 2 * 2048 * 32 * 128 + 2 * 2048 * 4 * 128 + 2048 * 128
     assert server.bucket == pytest.approx(2 * layer, rel=1e-4)
+    # The trainer gathers a layer with its own experts, or the first and last bucket, of the vocabulary, beside one.
+    experts = 2 * 128 * 3 * 2048 * 768
+    share, vocabulary = 2 * layer - experts + experts // 8, 2 * 151936 * 2048
+    pushed = share + max(share, vocabulary)
+    assert memory.pushed == pytest.approx(pushed, rel=1e-4)
     policy = memory.rollout_models
     assert memory.phases == {
         "scoring": alone.phases["scoring"] + 4 * GIB,
         "update": alone.phases["update"] + 4 * GIB,
         "checkpoint": alone.phases["checkpoint"] + 4 * GIB,
-        "push": policy + server.weights + 4 * server.bucket + 4 * GIB,
+        "push": policy + memory.pushed + server.weights + 2 * server.bucket + 4 * GIB,
         "generate": policy + server.weights + server.sample + 6 * GIB,
     }
 
