@@ -12,7 +12,8 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -43,10 +44,11 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import LoraConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.families import weight_map
-from mcore_rl.families.weight_map import copies_into_megatron
+from mcore_rl.families.weight_map import AxisRange, whole
+from mcore_rl.model import hf_stream
 from mcore_rl.model.adapters import add_adapters
-from mcore_rl.model.build import build_model, local_shards
-from mcore_rl.model.hf_stream import _held, _pieces
+from mcore_rl.model.build import LocalShard, build_model, local_shards
+from mcore_rl.model.hf_stream import WeightStream, _Held, _held, bucket_of
 from mcore_rl.planning.estimate import estimate, place_of
 from mcore_rl.planning.search import search
 from mcore_rl.planning.training import training_of
@@ -82,13 +84,21 @@ def measured(world: int) -> None:
         row("model")
         shards = list(local_shards(chunks))
         row("shards for checkpoints and pushes")
-        held = [_held(shard) for shard in shards if shard.is_main]
-        row("push: what the rank that gathers is told", held)
         weights = weight_map(model)
         row("conversion: pairs of tensors")
-        copies = copies_into_megatron(weights.blocks)
-        _pieces(copies, dict(enumerate(held)))
-        row("push: what the rank sends")
+        for to_rank in (0, None):
+            lists = [taken(shards, rank, world, to_rank) for rank in range(world)]
+            last = weights.mcore_shapes.keys() - {shard.key for shard in shards}
+            lists[world // 2] += [
+                _Held(key=key, where=whole(weights.mcore_shapes[key]), dtype=torch.bfloat16) for key in last
+            ]
+            parts = Counter(bucket_of(name) for name in (*weights.hf_shapes, *(copy.name for copy in weights.copies)))
+            answers = iter([lists, [parts]])
+            stream: Any = hf_stream
+            stream.gathered_on = lambda *_, answers=answers: next(answers)
+            row("")
+            WeightStream(chunks, mesh, model, to_rank=to_rank)
+            row("push: by one rank" if to_rank == 0 else "push: by every rank", lists[0] if to_rank == 0 else lists)
         replicas = mesh.dp_cp.size
         add_adapters(chunks, LoraConfig(rank=8, targets=("attention", "experts")), model, seed=0)
         clock.before = time.process_time()
@@ -114,10 +124,36 @@ def measured(world: int) -> None:
     row("`mcore-rl plan` of this mesh")
     search(planned, world, cluster)
     row("`mcore-rl plan --search`")
-    checkpoint_plans(config, model, world, row)
+    checkpoint_plans(config, model, world, row, clock)
 
 
-def checkpoint_plans(config: RlRunConfig, model: ModelConfig, world: int, row: Callable[..., None]) -> None:
+def taken(shards: Sequence[LocalShard], rank: int, world: int, to_rank: int | None) -> list[_Held]:
+    """Return the shards of a push that are taken from a rank, where one rank or (None) every rank gathers, as rank 0's
+    shards at other places.
+    """
+    stage, rank = divmod(rank, world // MESH.pp)
+    replica, share = divmod(rank, MESH.ep)
+    found = []
+    for shard in shards:
+        of_experts, has_layer = ".experts." in shard.key, shard.global_shape[0] == LAYERS
+        copies, copy = (world // MESH.pp // MESH.ep, replica) if of_experts else (world // MESH.pp, rank)
+        held = _held(shard)
+        first, *rest = held.where
+        if has_layer:
+            first = shifted(first, stage * LAYERS // MESH.pp)
+        if copy == (first.start % copies if has_layer and to_rank is None else 0) and (has_layer or stage == 0):
+            if of_experts:
+                rest[0] = shifted(rest[0], share * EXPERTS // MESH.ep)
+            found.append(replace(held, where=(first, *rest)))
+    return found
+
+
+def shifted(axis: AxisRange, by: int) -> AxisRange:
+    """Return a range of indices that begins later."""
+    return AxisRange(axis.start + by, axis.stop + by)
+
+
+def checkpoint_plans(config: RlRunConfig, model: ModelConfig, world: int, row: Callable[..., None], clock: Any) -> None:
     """Print what a save and a load of the weights cost rank 0, which is given all ranks' lists of shards: its own at
     other places of the tensors. With the optimizer's states there are four times as many shards.
     """
@@ -130,7 +166,10 @@ def checkpoint_plans(config: RlRunConfig, model: ModelConfig, world: int, row: C
 
         def gather(values: list[Any], value: Any, group: Any = None) -> None:
             del value, group
-            values[:] = [moved(pickle.loads(data), rank, world) for rank in range(len(values))]
+            for rank in range(len(values)):
+                shards, began_s = pickle.loads(data), time.process_time()
+                values[rank] = moved(shards, rank, world)
+                clock.before += time.process_time() - began_s  # of the fake
 
         functions: Any = dist
         functions.all_gather_object = gather

@@ -145,9 +145,13 @@ class WeightStream:
         """Pieces of each tensor by the rank that has them: all on the tensor's owner, its own on every other rank."""
         self._owner: dict[str, int] = {}
         """Rank that gathers each tensor of which this rank has a part."""
+        by_tensor: dict[str, dict[int, list[_Piece]]] = {}
+        for holder, of_holder in pieces.items():
+            for original, found_pieces in of_holder.items():
+                by_tensor.setdefault(original, {})[holder] = found_pieces
         for name, original in originals.items():
             self._buckets.setdefault(bucket_of(name), []).append(name)
-            of_ranks = {owner: of_rank[original] for owner, of_rank in pieces.items() if original in of_rank}
+            of_ranks = by_tensor.get(original, {})
             self._owner[name] = min(of_ranks, default=-1) if to_rank is None else to_rank
             self._pieces[name] = {r: found for r, found in of_ranks.items() if rank in (r, self._owner[name])}
         on_every_rank(lambda: _check(weights, self._pieces, {n for n in originals if self._owner[n] == rank}))
