@@ -128,9 +128,9 @@ class Machine:
 VERSIONS = dict(doctor.versions())
 
 
-def five_steps(on: Machine, precision: str, layers: str = "torch") -> dict[str, Any]:
-    """Return losses and gradient norms of five Adam steps from the weights that transformers' model has."""
-    theirs = oracle("qwen3_moe")
+def five_steps(on: Machine, precision: str, layers: str = "torch", **sizes: int) -> dict[str, Any]:
+    """Return losses and gradient norms of five Adam steps from the weights that transformers' model of `sizes` has."""
+    theirs = oracle("qwen3_moe", **sizes)
     settings = PlatformConfig.model_validate({"precision": precision, "layers": layers})
     state = set_up_again(parity.config_of(theirs.ours, MeshConfig(), settings), platform.start(settings))
     copy_in(state.chunks, to_global(theirs.tensors, theirs.ours))

@@ -310,13 +310,17 @@ def extras(on: Machine) -> str:
     return "fp8 trains, and TransformerEngine's layers compute what torch's do"
 
 
+ON_RANKS = {"num_key_value_heads": 2, "num_hidden_layers": 4}
+"""Sizes that two ranks divide in every way."""
+
+
 def ranks(on: Machine) -> str:
     """The five steps on two ranks as TP2, CP2, EP2 and PP2, equal to those of one; on one GPU both are on it, where
     NCCL allows that.
     """
-    on.keep("1", five_steps(on, "fp32"))
+    on.keep("1", five_steps(on, "fp32", **ON_RANKS))
     platform.stop()
-    meshes = ("tp", "cp", "ep", "pp") if on.is_gpu else ("cp", "ep")
+    meshes = ("tp", "cp", "ep", "pp")
     launched = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     with tempfile.TemporaryDirectory() as folder:
         command = [*launched, "-m", "bench.gpu.steps", "rank", "--folder", folder, "--meshes", *meshes]
@@ -329,13 +333,15 @@ def ranks(on: Machine) -> str:
     if done.returncode and on.is_gpu and "Duplicate GPU" in done.stderr:
         raise NotRunError("there is one GPU, and NCCL takes no two ranks on it")
     if done.returncode:
-        raise AssertionError(f"after {', '.join(on.figures)}: {done.stderr[-2000:]}")
+        sys.stderr.write(done.stderr)
+        error = next((line for line in done.stderr.splitlines() if "Error: " in line), f"status {done.returncode}")
+        raise AssertionError(f"after {', '.join(on.figures)}: {error}")
     return f"{', '.join(name for name in on.figures if name != '1')} equal one rank"
 
 
 def rank(meshes: Sequence[str], folder: Path) -> None:
     """Be one of two ranks of `ranks`: write the losses of each mesh to a file of its name."""
-    theirs, settings = oracle("qwen3_moe"), PlatformConfig(layers="torch", precision="fp32")
+    theirs, settings = oracle("qwen3_moe", **ON_RANKS), PlatformConfig(layers="torch", precision="fp32")
     for mesh in meshes:
         config = parity.config_of(theirs.ours, MeshConfig.model_validate({mesh: 2}), settings)
         state = set_up_again(config, platform.start(settings))

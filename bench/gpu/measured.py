@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from bench.gpu.device import GIB, Machine, NotRunError, replayable, set_up_again, slice_batch, slice_config, slice_model
+from bench.push import Reader
 from mcore_rl.cli import doctor
 from mcore_rl.config.load import load_config
 from mcore_rl.config.model import ModelConfig, MoEConfig
@@ -32,6 +33,7 @@ from mcore_rl.planning.memory import Memory, memory_of_fullest_rank
 from mcore_rl.planning.training import training_of
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.native.engine import MegatronEngine
+from mcore_rl.rl.engines.weight_push import FileTransport, Sender, Stopwatch
 from mcore_rl.train import setup
 from mcore_rl.train.step import NextTokenHead, train_step
 from tests.hf_models import VOCAB
@@ -167,10 +169,10 @@ def slice(on: Machine) -> str:  # the step's name
             beside = (
                 f"Qwen3-30B-A3B on H100: {marks}" if is_ours else f"ours is {speeds['ours'] / tflops:.2f} times this"
             )
-            on.show(f"training, {name}", f"{tflops:.2f} TFLOP/s, {mfu}", beside)
+            on.show(f"training, {name}", f"{tflops:.3g} TFLOP/s, {mfu}", beside)
         if on.is_gpu:
             torch.cuda.empty_cache()
-    return ", ".join(f"{name} {tflops:.1f}" for name, tflops in speeds.items()) + " TFLOP/s"
+    return ", ".join(f"{name} {tflops:.3g}" for name, tflops in speeds.items()) + " TFLOP/s"
 
 
 def our_step(
@@ -318,7 +320,14 @@ def grpo_step(on: Machine) -> float:
     groups = example.sample(state)
     on.beside_plan("peak of its updates", on.peak_bytes(lambda: example.update(state, *groups)), plan["update"])
     weights, served = WeightStream(state.chunks, state.mesh, model), rl_config(on, model, "rl.engine.kind=vllm")
-    pushed = on.peak_bytes(lambda: [bucket.num_bytes for bucket in weights])
+
+    def push() -> None:
+        sender = Sender([Reader()])  # type: ignore[list-item]  # a reader does what a server's worker does
+        FileTransport(tempfile.mkdtemp(), weights).send(sender, Stopwatch())
+        if not sender.living:
+            raise AssertionError(f"the push failed: {sender.failed}")
+
+    pushed = on.peak_bytes(push)
     on.beside_plan("peak of a push of its weights", pushed, plan_of(served).phases["push"])
     return seconds
 
