@@ -25,10 +25,12 @@ from mcore_rl.errors import ConfigError
 NUMBER = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 NAME = re.compile(r"\{([\w.]+)\}")
 """A setting or a term in an expression of the table."""
-TRAINER = re.compile(r"(.*\.py|(\w+\.)+(main_\w+|train_\w+|\w*trainer))")
+TRAINER = re.compile(r"(.*\.py|openrlhf\.cli\.\w+|(\w+\.)+(main_\w+|train_\w+|\w*trainer))")
 """The word of a command that names the training's script or module; its arguments follow."""
-PROGRAM_WORDS = {"rl": r"grpo|ppo|rloo|train_async|\btrain\.py", "dpo": r"dpo", "rm": r"_rm\b|reward", "sft": r"sft"}
-"""Program -> words of the script or module that trains so."""
+PROGRAM_WORDS = {"rl": r"grpo|gspo|ppo|train_async|\btrain\.py", "dpo": r"dpo", "rm": r"_rm\b|reward", "sft": r"sft"}
+"""Program -> words of the script, module, or file that trains so."""
+REFERENCE = re.compile(r"\$\{(?:oc\.select:)?(\.?[\w.]+)(?:, *([^{}]*))?\}")
+"""A setting's value that is another setting's, with the value without that setting; `.name` is beside the setting."""
 MISSING = "???"
 """Value in OmegaConf's YAML (verl, NeMo-RL) that the command line must give; `${...}` refers to other settings."""
 SHOWN = 60
@@ -49,9 +51,9 @@ class _Translation:
 
     def __init__(self, table: Mapping[str, Any], settings: Mapping[str, Any], program: str) -> None:
         """Evaluate the table's expressions with the settings of a file."""
-        prefix, renamed, defaults = table.get("prefix", ""), table.get("renamed", {}), table["defaults"]
+        defaults = table["defaults"]
         self.table, self.cls = table, PROGRAMS[program].config
-        self.given = {renamed.get(key := name.removeprefix(prefix), key): value for name, value in settings.items()}
+        self.given = {self._name(name): value for name, value in settings.items()}
         self.known = {**defaults.get("all", {}), **defaults.get(program, {}), "program": program, **self.given}
         self.used: dict[str, Any] = {}
         """The settings that the last expression has read, with their values."""
@@ -72,6 +74,10 @@ class _Translation:
             if is_refused:
                 culprit = self._culprit()
                 self.open[culprit] = reason if self.used[culprit] is None else f"{_text(self.used[culprit])}: {reason}"
+
+    def _name(self, name: str) -> str:
+        """Return the table's name of a setting."""
+        return self.table.get("renamed", {}).get(key := name.removeprefix(self.table.get("prefix", "")), key)
 
     def _set_fields(self) -> None:
         expressions: dict[str, str] = self.table["fields"]
@@ -149,9 +155,11 @@ class _Translation:
             return self._evaluated(self.table["terms"][key])
         value = self.known.get(key)
         if key != "program":
+            self.used.pop(key, None)
             self.used[key] = value
-        if isinstance(value, str) and (found := re.fullmatch(r"\$\{([\w.]+)\}", value)):
-            return self._setting(found[1])
+        if isinstance(value, str) and (found := REFERENCE.fullmatch(value)):
+            name = self._name(f"{key.rpartition('.')[0]}{found[1]}" if found[1].startswith(".") else found[1])
+            return _parsed(found[2]) if found[2] is not None and name not in self.known else self._setting(name)
         if UNKNOWN in str(value) or (isinstance(value, str) and ("${" in value or value == MISSING)):
             raise _OpenError("it stands for a value that is not in the file")
         return value
@@ -198,18 +206,24 @@ def translated(path: Path, program: str | None, folder: str | None) -> str:
 
     Args:
         path: The config of the other system: YAML, JSON, or a shell script that starts the training.
-        program: The training program; None is what the script names, or else "rl", if the system has no other or the
-            config samples completions.
+        program: The training program; None is what the script, or the file's name or folder, names, or else "rl", if
+            the system has no other or the config samples completions.
         folder: The model to use instead of the config's; None keeps the config's.
 
     Raises:
-        ConfigError: If the file cannot be read, is of no system in the table, or does not say which training it is of.
+        ConfigError: If the file cannot be read, is of no system in the table, trains by a method that is not offered,
+            or does not say which training it is of.
     """
-    settings, system, named, notes = _read(path)
+    settings, system, trainer, notes = _read(path)
     tables = tomllib.loads(files("mcore_rl.config").joinpath("translations.toml").read_text(encoding="utf-8"))
     if system is None or system not in tables:
         raise ConfigError(f"--from {path} has no setting of {', '.join(tables)}. Begin with `mcore-rl init FOLDER`.")
     table = tables[system]
+    if program is None and (other := re.search(rf"(?<![a-z])({table.get('others', '.^')})(?![a-z])", trainer)):
+        raise ConfigError(
+            f"--from {path} trains by {other[1]}, which is not read. If it does not, give --program sft, rm, dpo or rl."
+        )
+    named = next((name for name, word in PROGRAM_WORDS.items() if re.search(word, trainer)), None)
     program = program or named or (None if system == "TRL" and "num_generations" not in settings else "rl")
     if program is None:
         raise ConfigError(f"{path} does not say which training it is of. Give --program sft, rm, dpo or rl.")
@@ -237,8 +251,8 @@ def _text(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
-def _read(path: Path) -> tuple[dict[str, Any], str | None, str | None, list[str]]:
-    """Return the settings of a file that are not null, by dotted key; its system, its program, if a script names one,
+def _read(path: Path) -> tuple[dict[str, Any], str | None, str, list[str]]:
+    """Return the settings of a file that are not null, by dotted key; its system; the words that name its training;
     and notes on what was not read.
     """
     try:
@@ -270,14 +284,16 @@ def _read(path: Path) -> tuple[dict[str, Any], str | None, str | None, list[str]
         # A value, or null, is in the place of all that the base has there.
         settings = {of: known for of, known in settings.items() if of != key and not of.startswith(f"{key}.")}
         settings |= {} if value is None else {key: value}
-    return settings, system_of(text) or system_of("\n".join(settings)), None, notes
+    system = system_of(text) or system_of("\n".join(settings))
+    return settings, system, f"{path.parent.name}/{path.stem}" if system == "TRL" else "", notes
 
 
-def _of_script(path: Path, text: str) -> tuple[dict[str, Any], str | None, str | None, list[str]]:
+def _of_script(path: Path, text: str) -> tuple[dict[str, Any], str | None, str, list[str]]:
     """Return what `_read` does, of a shell script that starts a training: of its command with the most settings."""
     script = Script(path.parent)
     script.read(text)
-    words = max(script.commands, key=lambda words: sum(map(_is_setting, words)), default=[])
+    trainings = [words for words in script.commands if not any(word.endswith("_inference") for word in words)]
+    words = max(trainings, key=lambda words: sum(map(_is_setting, words)), default=[])
     if not any(map(_is_setting, words)):
         raise ConfigError(f"--from {path} is neither YAML nor JSON, nor a shell script with a command of a training.")
     start = next((i for i, word in enumerate(words) if TRAINER.fullmatch(word) or word == "trl"), 0)
@@ -290,10 +306,8 @@ def _of_script(path: Path, text: str) -> tuple[dict[str, Any], str | None, str |
             settings |= _read(path.parent / config)[0]
         else:
             notes.append(f"{shown(config)}, its config, is not there: give that file to --from.")
-    named = " ".join(words[start : start + 2])
-    program = next((name for name, word in PROGRAM_WORDS.items() if re.search(word, named)), None)
     settings |= given
-    return settings, system_of("\n".join([*words[start:], *settings])), program, notes
+    return settings, system_of("\n".join([*words[start:], *settings])), " ".join(words[start : start + 2]), notes
 
 
 def _is_setting(word: str) -> bool:
@@ -301,7 +315,13 @@ def _is_setting(word: str) -> bool:
 
 
 def _arguments(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the settings of a command: `--flag value ...`, `--flag=value`, `--flag` and `a.b=c`."""
+    """Yield the settings of a command: `--flag value ...`, `--flag=value`, `--flag` and `a.b=c`; a table's by key."""
+    for key, value in _words(words):
+        yield from _leaves(value, f"{key}.") if isinstance(value, dict) else ((key, value),)
+
+
+def _words(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the settings of a command, whose values can be tables."""
     i = 0
     while i < len(words):
         word = words[i]
@@ -320,7 +340,7 @@ def _arguments(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _parsed(text: str) -> Any:
-    """Return the value of a word of a command: a number, a list, true, or text."""
+    """Return the value of a word of a command: a number, a list, a table, true, or text."""
     if UNKNOWN in text:
         return text
     try:
@@ -329,7 +349,8 @@ def _parsed(text: str) -> Any:
         return text
     if isinstance(value, str):
         return None if value == "None" else float(value) if NUMBER.fullmatch(value) else value
-    return value if isinstance(value, bool | int | float | list | None) else text
+    is_table = isinstance(value, dict) and None not in value.values()
+    return value if is_table or isinstance(value, bool | int | float | list | None) else text
 
 
 def _leaves(table: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:

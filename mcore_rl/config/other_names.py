@@ -41,9 +41,11 @@ class Script:
     def read(self, text: str) -> None:
         """Read a script's text: its commands are added in their order, and those in here-documents after them."""
         bodies: list[str] = []
+        is_literal: list[bool] = []
 
         def taken(match: re.Match[str]) -> str:
             bodies.append(match[4])
+            is_literal.append(bool(match[1]))
             return f"<<{len(bodies) - 1} {match[3]}\n"
 
         tokens = [
@@ -67,8 +69,11 @@ class Script:
                 target = tokens[i][1] if i < len(tokens) else ""
                 i += 1
                 if token == "<<" and target.isdigit() and words[:1] == ["read"]:
-                    self._assign(words[-1], [bodies[int(target)]])
-                    words = []
+                    body = bodies[int(target)]
+                    if not is_literal[int(target)]:
+                        body = "".join(self._parts('"' + body.replace('"', '\\"') + '"'))
+                    self._assign(words[-1], [body])
+                    words, bodies[int(target)] = [], ""
             elif kind == "operator":
                 self._command(words)
                 words = []

@@ -137,7 +137,8 @@ def test_a_source_that_is_not_there_and_a_variable_of_a_condition_are_said(
 @pytest.mark.parametrize(
     "text",
     [
-        "read -r -d '' training_commands <<EOF\nopenrlhf.cli.train_dpo --adam.lr 5e-7 \\\n --model.beta 0.2\nEOF\n"
+        "B=0.2\nread -r -d '' training_commands <<EOF\n"
+        "openrlhf.cli.train_dpo --adam.lr 5e-7 \\\n --model.beta $B\nEOF\n"
         "if [[ ${1} != slurm ]]; then\n    deepspeed --module $training_commands\nfi\n",
         'srun --nodes=1 bash -c "cd /x && deepspeed --module openrlhf.cli.train_dpo --adam.lr 5e-7 --model.beta 0.2"\n',
         "ssh node <<'EOF'\nexport A=1\npython -m openrlhf.cli.train_dpo --adam.lr=5e-7 --model.beta=0.2\nEOF\n",
@@ -219,6 +220,26 @@ def test_a_loss_that_is_none_here_keeps_the_file_from_starting(
     assert "rl.loss.kind is to be decided: actor.policy_loss.loss_mode = gpg: no value here stands for it" in said
 
 
+def test_the_name_of_a_file_or_its_folder_tells_the_training_and_other_commands_are_passed_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "dpo"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("model_name_or_path: m\nbeta: 0.3\n")
+    assert written(folder / "config.yaml", capsys, kind="dpo")[0].dpo.beta == 0.3
+    (tmp_path / "orpo.yaml").write_text("model_name_or_path: m\n")
+    assert main(["init", "--from", str(tmp_path / "orpo.yaml")]) == 2
+    assert "trains by orpo" in capsys.readouterr().err
+    # Given by the user, the training is not guessed.
+    assert written(tmp_path / "orpo.yaml", capsys, "--program", "dpo", kind="dpo")[0].dpo.loss == "sigmoid"
+    text = (
+        "python -m openrlhf.cli.batch_inference --pretrain a --best_of_n 8 --temperature 1 --top_p 1 --max_len 9\n"
+        "deepspeed --module openrlhf.cli.train_dpo --pretrain b --beta 0.2\n"
+    )
+    config, _, _ = written(script(tmp_path, text), capsys, kind="dpo")
+    assert (config.model.path, config.dpo.beta) == ("b", 0.2)
+
+
 def test_a_folder_and_a_training_on_the_command_line_decide(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.json").write_text('{"learning_rate": 1e-6, "beta": 0.04, "model_name_or_path": "x"}')
     assert main(["init", "--from", str(tmp_path / "a.json")]) == 2
@@ -236,6 +257,9 @@ def test_a_folder_and_a_training_on_the_command_line_decide(tmp_path: Path, caps
         ("a.yaml", "a: 1\n", "has no setting of verl, slime, TRL, NeMo-RL, OpenRLHF"),
         ("a.sh", "echo hello\n", "nor a shell script with a command of a training"),
         ("a.sh", "python -m verl.trainer.sft_trainer actor_rollout_ref.x=1\n", "of verl only reinforcement learning"),
+        ("a.sh", "trl kto --model_name_or_path m --num_generations 2\n", "trains by kto, which is not read"),
+        ("a.sh", "python x/online_dpo.py --model_name_or_path m\n", "trains by online_dpo, which is not read"),
+        ("a.sh", "python -m openrlhf.cli.train_prm --pretrain m\n", "trains by train_prm, which is not read"),
     ],
 )
 def test_what_is_no_config_is_refused(
