@@ -116,7 +116,10 @@ def show_examples(args: argparse.Namespace) -> int:
 
 
 def _records(name: str, count: int) -> Iterator[str]:
-    for record in islice(read_records(name), count):
+    records = list(islice(read_records(name), count))
+    if not records:
+        raise DataError(f"{name} is empty: it has no line with a record. Check the path, and how the file was written")
+    for record in records:
         keys = ", ".join(record.entry or ())
         yield f"--- {record.file}:{record.line}: keys {keys}"
         try:

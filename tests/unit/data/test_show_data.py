@@ -102,3 +102,10 @@ def test_sequences_of_pretraining_are_shown_as_text_or_as_ids(tokenizer, tmp_pat
 def test_a_config_without_training_examples_is_refused(capsys):
     assert main(["data", "show", "tiny_moe/replay_study"]) == 2
     assert "it has no training examples. Name one of pretrain, sft, rm, dpo, rl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "\n\n"])
+def test_an_empty_file_is_said_to_be_empty(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.jsonl").write_text(text)
+    assert main(["data", "show", str(tmp_path / "a.jsonl")]) == 2
+    assert f"{tmp_path / 'a.jsonl'} is empty: it has no line with a record" in capsys.readouterr().err
