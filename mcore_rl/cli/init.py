@@ -150,14 +150,16 @@ def fit(folder: Path, gpus: Gpus, kind: str, overrides: Sequence[str]) -> int:
     """Print that a training fits on the GPUs, and how; else raise ConfigError with the smallest number that it fits."""
     found = _tried(folder, gpus, kind, overrides)
     training, shown = found.training, found.shortlist()
-    name = f"{folder.resolve().name}, {size_of(training.model)}: "
+    name = f"{folder.resolve().name}, {size_of(training.model)}"
     what = f"{kind} in {training.platform.precision} with sequences of {training.seq_length:,} tokens"
     if shown:
-        fits = choice_text(shown[0], shown[0], found.place)
-        sys.stdout.write(f"{name}yes, {what} fits on {gpus} ({fits})\n")
+        fits, seconds = choice_text(shown[0], shown[0], found.place), shown[0].seconds
+        # The memory is in the first part; a batch is given with the seconds that it takes.
+        batch = "" if seconds is None else f", {seconds:.3g} s for a batch of {training.global_batch:,}"
+        sys.stdout.write(f"yes: {kind} fits on {gpus}, {fits.split(', ')[0]}{batch}\n")
         fields = [f"model.path={folder}", "platform.precision=bf16", "mesh.dp=auto"]
         fields += [*toml_lines(found.changes(shown[0])), *overrides]
-        sys.stdout.write(f"mcore-rl {kind} CONFIG {shlex.join(fields)}\n\n")
+        sys.stdout.write(f"mcore-rl {kind} CONFIG {shlex.join(fields)}\n{name}: {what}; {fits}\n\n")
         sys.stdout.write("".join(f"{line}\n" for line in search_lines(found, shown)))
         return 0
     largest = Gpus(LARGEST, gpus.device)
@@ -176,7 +178,7 @@ def fit(folder: Path, gpus: Gpus, kind: str, overrides: Sequence[str]) -> int:
     remedy = f"It does not on {LARGEST} either: shorten the sequences, or choose larger GPUs."
     if shown:
         remedy = f"It does on {larger} ({choice_text(shown[0], shown[0], found.place)})."
-    raise ConfigError(f"{name}no, {what} does not fit on {gpus}. {remedy}")
+    raise ConfigError(f"no: {kind} does not fit on {gpus}. {remedy} This is {name}, {what}.")
 
 
 def fitting_fields(folder: Path, gpus: Gpus, kind: str, overrides: Sequence[str]) -> dict[str, Any]:

@@ -40,9 +40,12 @@ def test_the_answer_is_one_line_and_its_command_passes_the_checks(
     qwen: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["plan", str(qwen), "--gpus", "8xH100"]) == 0
-    answer, command, *_ = capsys.readouterr().out.splitlines()
+    answer, command, details, *_ = capsys.readouterr().out.splitlines()
+    assert answer.startswith("yes: sft fits on 8 x H100, ") and len(answer) <= 100
+    # As many sequences as ranks, with the seconds that they take.
+    assert re.search(r", [\d.]+ s for a batch of 8$", answer)
     # The card of the model: 30.5 B parameters, 3.3 B activated.
-    assert answer.startswith("Qwen3-30B-A3B, 30.5 B parameters, 3.35 B at work for a token: yes, sft in bf16 with ")
+    assert details.startswith("Qwen3-30B-A3B, 30.5 B parameters, 3.35 B at work for a token: sft in bf16 with ")
     used, free = map(float, re.findall(r"([\d.]+) (?:GiB|free)", answer)[:2])
     assert used + free == pytest.approx(80 - 6, abs=0.2) and used > 16 * 30.5 / 8 * 0.9
     fields = shlex.split(command.split(" CONFIG ")[1])
@@ -50,7 +53,7 @@ def test_the_answer_is_one_line_and_its_command_passes_the_checks(
     data = ["data.train=x", "data.tokenizer.kind=huggingface", f"data.tokenizer.path={qwen}"]
     config = load_run_config(PROGRAMS["sft"].config, None, [*fields, *data])
     PROGRAMS["sft"].check(config, 8)
-    with pytest.raises(ConfigError, match=r"no, sft .* does not fit on 2 x H100\. It does on [48] x H100 \("):
+    with pytest.raises(ConfigError, match=r"^no: sft does not fit on 2 x H100\. It does on [48] x H100 \("):
         run(["plan", str(qwen), "--gpus", "2xH100"])
     # What is refused whatever the mesh is said as it is.
     with pytest.raises(ConfigError, match=r"data\.seq_length=100000 .*model\.max_position"):
@@ -80,7 +83,7 @@ def test_adapters_fit_on_fewer_gpus_and_the_command_has_them(qwen: Path, capsys:
     assert run(["plan", str(qwen), "--gpus", "1xH100", "--lora-rank", "16"]) == 0
     answer, command, *_ = capsys.readouterr().out.splitlines()
     # All 30.5 B weights in 16 bits lie on the GPU.
-    assert "yes, sft in bf16" in answer and float(re.findall(r"([\d.]+) GiB", answer)[0]) > 2 * 30.5e9 / 2**30
+    assert answer.startswith("yes: sft fits") and float(re.findall(r"([\d.]+) GiB", answer)[0]) > 2 * 30.5e9 / 2**30
     assert command.split()[-1] == "lora.rank=16"
 
 

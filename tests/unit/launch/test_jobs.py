@@ -133,7 +133,7 @@ def test_without_accounting_the_controller_is_asked(run, slurm, capsys):
 def test_the_reason_of_the_end_is_the_meaning_of_its_exit_status(run, slurm, capsys):
     run.attempt("start")
     run.attempt("end", why="crash", then=str(STATUS["crash_loop"]), status=1)
-    assert listed(capsys)["a"]["why"].startswith("crash: gave up: attempts without a new checkpoint")
+    assert listed(capsys)["a"]["why"].startswith("crash: gave up: no attempt saved a new checkpoint")
 
 
 def test_the_first_cause_of_a_failure_is_in_the_line_of_its_run(run, slurm, capsys):
@@ -161,7 +161,7 @@ def test_an_attempt_that_ended_without_a_record_is_reported(run, slurm, capsys):
     assert "its last attempt ended without a record: see" in listed(capsys)["a"]["why"]
     slurm.says("sacct", "12|FAILED|18:0|n1\n")
     why = listed(capsys)["a"]["why"]
-    assert "without a record (gave up: attempts without a new checkpoint, the last of which found the disk" in why
+    assert "without a record (gave up: no attempt saved a new checkpoint, and the last found the disk" in why
 
 
 def test_the_end_of_an_orphan_is_not_that_of_the_attempt_that_runs(run, slurm, capsys):
