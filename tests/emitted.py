@@ -73,6 +73,7 @@ EMITTED_BY: dict[str, tuple[str, ...]] = {
         "rollout/mismatch_kl_staleness_nats",
         "rollout/mismatch_kl_*_routes_stale_nats",
     ),
+    "rl with a served teacher": ("teacher/*", "time/teacher_servers_s"),
     "rl through servers": ("servers/[!s]*",),
     "rl with servers on the same GPUs": ("servers/*",),
     "rl of adapters through servers": ("lora/*",),

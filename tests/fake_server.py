@@ -64,7 +64,9 @@ class Answer:
 class Answers(Protocol):
     def complete(self, asked: Asked) -> Answer: ...
 
-    def score(self, tokens: Sequence[int]) -> list[float]: ...
+    def score(self, tokens: Sequence[int], top: int = 0) -> list[dict[int, float]]:
+        """Logprobs of tokens 1, 2, ... and of the `top` likeliest tokens in the place of each."""
+        ...
 
     def load(self, update: Mapping[str, Any]) -> None: ...
 
@@ -105,8 +107,8 @@ class TableAnswers:
         ]
         return np.array(rows)
 
-    def score(self, tokens: Sequence[int]) -> list[float]:
-        return [-math.log(self.vocab)] * (len(tokens) - 1)
+    def score(self, tokens: Sequence[int], top: int = 0) -> list[dict[int, float]]:
+        return [dict.fromkeys([*range(top), token], -math.log(self.vocab)) for token in tokens[1:]]
 
     def load(self, update: Mapping[str, Any]) -> None:
         self.loads.append(update)
@@ -147,6 +149,13 @@ class FakeServer:
     """First layers without experts, which routes have as zeros; None: routes have the layers with experts alone."""
     api_key: str | None = None
     max_len: int = 1 << 20
+    max_logprobs: int = 20
+    """vLLM's --max-logprobs."""
+    tokenizer: Any = None
+    """Has `encode` and `decode`; None: the server was started without a tokenizer."""
+    model_name: str = "policy"
+    scales: float = 1.0
+    """Factor of all logprobs of prompts: they are logits, or at another temperature."""
     delay_s: float = 0.0
     faults: list[tuple[str, str]] = field(default_factory=list)
     """(path, fault): the next call of the path that is none of the probe's has the fault. "always" before the name:
@@ -313,6 +322,14 @@ class FakeServer:
             return self._generated(body, fault)
         if path == "/health":
             return Refusal(503, "") if self.kind == "sglang" and "paused" in self.state else ""
+        if path == "/v1/models":
+            return {"data": [{"id": self.model_name, "root": self.model_name, "max_model_len": self.max_len}]}
+        if path in ("/tokenize", "/detokenize"):
+            if self.tokenizer is None:
+                return Refusal(404, "no tokenizer")
+            if path == "/tokenize":
+                return {"tokens": self.tokenizer.encode(values["prompt"])}
+            return {{"vllm": "prompt", "sglang": "text"}[self.kind]: self.tokenizer.decode(values["tokens"])}
         if path in ("/version", "/server_info"):
             return {"version": self.software or SOFTWARE[self.kind], "tp_size": 1, "pp_size": 1}
         if path in ("/weight_info", "/model_info"):
@@ -360,7 +377,14 @@ class FakeServer:
             return Refusal(404, f"The model {adapter} does not exist.")
         answers = self.adapters.get(adapter or "", self.answers)
         if wants_prompt:
-            return self._scored(asked.prompt, answers)
+            if len(asked.prompt) + asked.max_tokens > self.max_len:
+                return Refusal(400, f"maximum context length is {self.max_len} tokens")
+            parameters = body["sampling_params"]
+            top, start = parameters.get("prompt_logprobs", body.get("top_logprobs_num", 0)), 0
+            if self.kind == "vllm" and top > self.max_logprobs:
+                return Refusal(400, f"Requested prompt logprobs of {top}, greater than max allowed")
+            start = body.get("logprob_start_len", 0)
+            return self._scored(asked.prompt, answers.score(asked.prompt, top), start, top, fault)
         name = body.get("request_id") or body.get("rid") or ""
         with self.lock:
             self.running[name] += 1
@@ -450,7 +474,7 @@ class FakeServer:
         }
         ids, seed, max_tokens = names[self.kind]
         sglangs = "raw" if self.returns_original else "tempered"
-        wants_prompt = "prompt_logprobs" in parameters or body.get("logprob_start_len") == 0
+        wants_prompt = "prompt_logprobs" in parameters or body.get("logprob_start_len", -1) >= 0
         asked = Asked(
             prompt=tuple(body[ids]),
             seed=parameters.get(seed, 0),
@@ -466,13 +490,23 @@ class FakeServer:
         )
         return asked, wants_prompt
 
-    def _scored(self, tokens: Sequence[int], answers: Answers) -> Any:
-        logprobs = answers.score(tokens)
+    def _scored(
+        self, tokens: Sequence[int], entries: list[dict[int, float]], start: int, top: int, fault: str | None
+    ) -> Any:
+        entries = [{token: self.scales * value for token, value in entry.items()} for entry in entries]
+        if fault == "null_logprob":
+            entries[-1] = dict.fromkeys(entries[-1])  # type: ignore[arg-type]
+        if fault == "cut_short":
+            tokens, entries = tokens[:-1], entries[:-1]
         if self.kind == "vllm":
-            entries = [{str(token): {"logprob": value}} for token, value in zip(tokens[1:], logprobs, strict=True)]
-            return {"choices": [], "prompt_logprobs": [None, *entries]}
-        pairs = [[value, token, None] for token, value in zip(tokens[1:], logprobs, strict=True)]
-        return {"output_ids": [0], "meta_info": {"input_token_logprobs": [[None, tokens[0], None], *pairs]}}
+            listed = [{str(token): {"logprob": value} for token, value in entry.items()} for entry in entries]
+            return {"choices": [], "prompt_logprobs": [None, *listed]}
+        pairs = [[entry[token], token, None] for token, entry in zip(tokens[1:], entries, strict=True)][start:]
+        meta = {"input_token_logprobs": [[None, tokens[start], None], *pairs]}
+        if top:
+            likeliest = [sorted(((v, t, None) for t, v in e.items()), reverse=True)[:top] for e in entries[start:]]
+            meta["input_top_logprobs"] = [None, *likeliest]  # type: ignore[list-item]
+        return {"output_ids": [0], "meta_info": meta}
 
     def _routes(self, experts: NDArray[np.int64], length: int, asked: Asked, fault: str | None) -> str | None:
         rows = experts[: len(asked.prompt) + length - 1].copy()
@@ -533,7 +567,11 @@ class _Handler(BaseHTTPRequestHandler):
         self._do({})
 
     def do_POST(self) -> None:
-        self._do(json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}"))
+        size = int(self.headers["Content-Length"])
+        if len(content := self.rfile.read(size)) < size:  # the client has given up
+            self.close_connection = True
+            return
+        self._do(json.loads(content or b"{}"))
 
     def _do(self, body: dict[str, Any]) -> None:
         parts, fake = urlsplit(self.path), self.fake

@@ -49,6 +49,8 @@ class ModelAnswers:
     def __init__(self, chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, tensors: Mapping[str, Tensor]):
         self.chunks, self.mesh, self.model, self.tensors = list(chunks), mesh, model, dict(tensors)
         self.engine = engine_on(chunks, mesh, model)
+        self.scored_ids = model.vocab_size
+        """Ids that have a probability; the trainer excludes those that pad the vocabulary."""
         self.forgets: str | None = None
         """Tensor that an update leaves as it was."""
 
@@ -58,13 +60,14 @@ class ModelAnswers:
             max_new_tokens=asked.max_tokens,
             cut=cut,
             stop_tokens=asked.stops,
-            vocab_size=self.model.vocab_size - len(asked.never),
+            vocab_size=min(self.model.vocab_size - len(asked.never), self.scored_ids),
             with_routes=self.model.is_moe,
         )
         with ONE_AT_A_TIME:
             group = self.engine.generate([prompt_of(asked.prompt)], sampling, [[asked.seed]])[0]
             one = group.completions[0]
             logits_SV = self._logits((*asked.prompt, *one.tokens_T))[len(asked.prompt) - 1 :]
+            logits_SV[:, self.scored_ids :] = -torch.inf
         experts = None if one.experts_TLK is None else one.experts_TLK.numpy().astype(np.int64)
         if asked.never and asked.logprobs != "raw":
             logits_SV[:, sorted(asked.never)] = -torch.inf
@@ -72,9 +75,13 @@ class ModelAnswers:
             tokens=one.tokens_T, logprobs=tuple(reported_logprobs(logits_SV, one.tokens_T, asked)), experts=experts
         )
 
-    def score(self, tokens: Sequence[int]) -> list[float]:
-        logprobs_SV = self._logits(tokens).log_softmax(-1)
-        return logprobs_SV.gather(1, torch.tensor(tokens[1:])[:, None]).squeeze(1).tolist()
+    def score(self, tokens: Sequence[int], top: int = 0) -> list[dict[int, float]]:
+        logprobs_SV = self._logits(tokens)[:, : self.scored_ids].log_softmax(-1)
+        likeliest_SK = logprobs_SV.topk(top).indices.tolist()
+        return [
+            {token: float(row_V[token]) for token in (*best_K, wanted)}
+            for row_V, best_K, wanted in zip(logprobs_SV, likeliest_SK, tokens[1:], strict=True)
+        ]
 
     def _logits(self, tokens: Sequence[int]) -> Tensor:
         """Float64 `[tokens - 1, V]`: those that predict tokens 1, 2, ..."""

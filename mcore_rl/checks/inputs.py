@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from mcore_rl.config.data import DataConfig, TokenizerConfig
-from mcore_rl.config.extension import JUDGE_PART
+from mcore_rl.config.extension import HTTP_PARTS, JUDGE_PART
 from mcore_rl.config.preferences import DPOConfig, PreferenceDataConfig
 from mcore_rl.config.rl.loss import SELF, DistillConfig, PtxConfig
 from mcore_rl.config.rl.rollout import RewardConfig
@@ -124,11 +124,12 @@ def _scoring_models(reward: RewardConfig) -> Inputs:
 
 
 def _teachers_and_texts(distill: DistillConfig, ptx: PtxConfig) -> Inputs:
-    if distill.teacher not in (None, SELF):
-        yield "rl.distill.teacher", Path(str(distill.teacher)), "the checkpoint"
-    for tag, path in distill.teachers.items():
-        if path != SELF:
-            yield f"rl.distill.teachers.{tag}", Path(path), "the checkpoint"
+    tagged = {f"rl.distill.teachers.{tag}": path for tag, path in distill.teachers.items()}
+    for field, named in {"rl.distill.teacher": distill.teacher or SELF, **tagged}.items():
+        if named != SELF and not named.startswith(HTTP_PARTS):
+            yield field, Path(named), "the checkpoint"
+    if distill.server.ca_file:
+        yield "rl.distill.server.ca_file", Path(distill.server.ca_file), "the file"
     yield from (("rl.ptx.files", Path(file), "the file") for file in ptx.files if not file.startswith("hub:"))
     for prefix in ptx.tokens:
         yield from (("rl.ptx.tokens", Path(prefix + ending), "the file") for ending in (".bin", ".idx"))

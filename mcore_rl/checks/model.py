@@ -81,15 +81,19 @@ def unused(key: str, section: Section, *rules: tuple[bool, str, str]) -> Iterato
     """Yield a sentence for each rule (holds, "fields" or "" for all, reason) by which nothing reads set fields."""
     for holds, names, cause in rules:
         infos = {name: type(section).model_fields[name] for name in names.split() or type(section).model_fields}
-        defaults = {name: info.get_default(call_default_factory=True) for name, info in infos.items()}
-        changed = [name for name in defaults if holds and getattr(section, name) != defaults[name]]
-        values = [getattr(section, name) for name in changed]
-        shown = [toml_value(value.model_dump() if isinstance(value, Section) else value) for value in values]
+        defaults = {name: _plain(info.get_default(call_default_factory=True)) for name, info in infos.items()}
+        changed = [name for name in defaults if holds and _plain(getattr(section, name)) != defaults[name]]
+        shown = [toml_value(_plain(getattr(section, name))) for name in changed]
         named = ", ".join(f"{key}.{name}={value}" for name, value in zip(changed, shown, strict=True))
         if len(changed) == 1:
             yield f"{named} is not used with {cause}. Leave it at {toml_value(defaults[changed[0]])}, or change that."
         elif changed:
             yield f"{named} are not used with {cause}. Leave them out, or change that."
+
+
+def _plain(value: Any) -> Any:
+    """Return a section as a table, and any other value as it is."""
+    return value.model_dump() if isinstance(value, Section) else value
 
 
 def _experts(model: ModelConfig, family: Family) -> Iterator[str]:

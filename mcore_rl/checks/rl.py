@@ -210,6 +210,30 @@ def _distill(rl: RlConfig) -> Iterator[str]:
         )
     if "" in distill.teachers:
         yield "rl.distill.teachers has an empty tag. Name it."
+    yield from unused(
+        "rl.distill",
+        distill,
+        (not distill.served, "server", "teachers of which none is on a server"),
+        (not distill.forward_weight, "top_k", "rl.distill.forward_weight=0"),
+        (len(distill.served) == len(distill.paths), "store", "teachers on servers alone"),
+    )
+    for url in distill.served.values():
+        yield from _address(f'the teacher of rl.distill, "{url}",', url)
+    if distill.forward_weight and len(distill.served) < len(distill.paths):
+        yield (
+            f"rl.distill.forward_weight={distill.forward_weight} with teachers that are not on servers, whose "
+            'likeliest tokens are not kept. Set it to 0 (estimator="vocabulary" compares all tokens), or name servers.'
+        )
+    if distill.served and distill.estimator == "vocabulary":
+        yield (
+            'rl.distill.estimator="vocabulary" with a teacher on a server, which gives logprobs of few tokens. Set '
+            'estimator="token", and rl.distill.forward_weight for its likeliest tokens.'
+        )
+    if distill.served and rl.rollout.temperature != 1.0:
+        yield (
+            f"rl.rollout.temperature={rl.rollout.temperature} with a teacher on a server, whose logprobs of a text are "
+            "at temperature 1: the KL would be between other distributions. Set temperature=1."
+        )
 
 
 def _ptx(ptx: PtxConfig) -> Iterator[str]:

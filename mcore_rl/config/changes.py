@@ -16,13 +16,13 @@ EXACT = (
     *("train.seed", "train.global_batch", "train.ramp_start", "train.ramp_increment", "train.ramp_samples"),
     "data",
     *("rl.prompts", "rl.rollout.prompts_per_step", "rl.rollout.group_size", "rl.eval.num_prompts"),
-    *("rl.ptx.files", "rl.ptx.tokens", "rl.ptx.sequences"),
+    *("rl.ptx.files", "rl.ptx.tokens", "rl.ptx.sequences", "rl.distill.server"),
     "lora",
     "numerics",
 )
 """Fields and sections that decide which data a step reads, its random numbers, or the contribution of adapters to the
 model. A run that resumes with different values reads samples twice or never, or trains a different model. `numerics` is
-not a config field: it is a version in the code."""
+not a config field: it is a version in the code. Of `rl.distill.server` the names of the servers' models count alone."""
 EVALUATED = ("data.valid", "data.test")
 """Fields within a section of EXACT that no training step reads."""
 NOT_COMPARED = (
@@ -31,7 +31,7 @@ NOT_COMPARED = (
     "rl.engine.urls",
     "lora.load",
     *("rl.update.store", "rl.advantage.critic.store", "rl.loss.reference_store", "rl.reward.model_store"),
-    "rl.distill.store",
+    *("rl.distill.store", "rl.distill.server"),
 )
 """Fields and sections that do not affect the results of a training."""
 Contents = Mapping[str, Mapping[str, str]]

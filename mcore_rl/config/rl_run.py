@@ -75,7 +75,7 @@ class RlConfig(Section):
         loss = self.loss
         return (
             bool(loss.kl_coeff and loss.kl_in == "loss")
-            or bool(self.distill.paths and self.distill.use == "loss")
+            or bool(self.distill.paths and (self.distill.use == "loss" or self.distill.forward_weight))
             or bool(loss.entropy_coeff or self.ptx.coeff)
         )
 
@@ -124,9 +124,12 @@ class RlRunConfig(RunConfig):
 
     @cached_property
     def server_wait_s(self) -> float:
-        """Seconds of a completion and of a call of a weight update, with a minute for the rest of a step."""
-        engine = self.served
-        return 0.0 if engine is None else engine.request_timeout_s + engine.update_timeout_s + 60.0
+        """Seconds of a completion and of a call of a weight update, and of a teacher's answer with all its repetitions,
+        with a minute for the rest of a step; 0 without servers.
+        """
+        engine, distill = self.served, self.rl.distill
+        engine_s = 0.0 if engine is None else engine.request_timeout_s + engine.update_timeout_s + 60.0
+        return engine_s + (distill.server.request_timeout_s + distill.server.timeout_s + 60.0 if distill.served else 0)
 
     @cached_property
     def freezes_router(self) -> bool:

@@ -148,6 +148,37 @@ def reverse_kl(
     return kl_T
 
 
+LEAST_REST = 1e-6
+"""Probability of all ids but the likeliest below which it is rounding; logprobs of bf16 models sum to up to 1.002."""
+
+
+def forward_kl(
+    logits_Tv: Logits,
+    ids_NK: Tensor,
+    logprobs_NK: Tensor,
+    rows_N: Tensor,
+    tp: Axis,
+    *,
+    vocab_size: int,
+    temperature: float,
+    chunk_tokens: int,
+) -> Tensor:
+    """Collective over `tp` (forward only): return KL(q || p), `[T]`, with the gradient of p, over K ids and one for all
+    others, which has the rest of q and of p: a lower bound of the KL over the vocabulary.
+
+    p is the softmax of the logits; `logprobs_NK` are logprobs of q of different ids at `rows_N`. Other positions have
+    0. Ids from `vocab_size` on count among the others.
+    """
+    shard = _shard(logits_Tv, tp, vocab_size, temperature, chunk_tokens)
+    is_known_NK = ids_NK < vocab_size
+    q_NK = logprobs_NK.to(_exact(_factors(logits_Tv)[0].dtype)).exp().where(is_known_NK, 0.0)
+    rest_N1 = 1 - q_NK.sum(dim=1, keepdim=True)
+    q_NK = q_NK.where(rest_N1 >= LEAST_REST, q_NK / (1 - rest_N1))
+    rest_N = rest_N1.where(rest_N1 >= LEAST_REST, 0.0).squeeze(1)
+    kl_T: Tensor = _ForwardKL.apply(*_factors(logits_Tv), ids_NK.where(is_known_NK, -1), q_NK, rest_N, rows_N, shard)  # type: ignore[no-untyped-call]
+    return kl_T
+
+
 def _factors(logits_Tv: Logits) -> tuple[Tensor, Tensor | None]:
     """Return the tensors that have gradients: the logits and None, or the factors of deferred logits."""
     if isinstance(logits_Tv, Tensor):
@@ -332,6 +363,64 @@ class _ReverseKL(torch.autograd.Function):
             pull_Cv = logprobs_Cv.exp_().mul_(gaps_Cv.sub_(kl_N[chunk, None])).mul_(grad_T[rows_C][:, None])
             gradient.add(rows_C, pull_Cv)
         return *gradient.factors(), None, None, None, None
+
+
+class _ForwardKL(torch.autograd.Function):
+    """Function that saves logits or factors and two numbers a token; its backward computes the softmax again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor_TX: Tensor,
+        weight_vD: Tensor | None,
+        ids_NK: Tensor,
+        q_NK: Tensor,
+        rest_N: Tensor,
+        rows_N: Tensor,
+        shard: _Shard,
+    ) -> Tensor:
+        logits_Tv = shard.logits(tensor_TX, weight_vD)
+        log_partition_N = _log_partition(logits_Tv, rows_N, shard)
+        # Logprobs of the ids, and p of all others: as 1 minus a sum it would lose all digits where it is small.
+        found_NX = log_partition_N.new_zeros(len(rows_N), ids_NK.shape[1] + 1)
+        for start in range(0, len(rows_N) if shard.num_valid else 0, shard.chunk_tokens):
+            chunk = slice(start, start + shard.chunk_tokens)
+            logprobs_Cv = shard.scaled(logits_Tv, rows_N[chunk]).clamp_(min=LOWEST).sub_(log_partition_N[chunk, None])
+            column_CK, here_CK = shard.column_of(ids_NK[chunk])
+            found_NX[chunk, :-1] = logprobs_Cv.gather(1, column_CK).where(here_CK, 0.0)
+            found_NX[chunk, -1] = _outside(logprobs_Cv.exp_(), column_CK, here_CK).sum(dim=1)
+        if shard.tp.size > 1:
+            dist.all_reduce(found_NX, group=shard.tp.group)
+        p_rest_N = found_NX[:, -1].clamp(min=torch.finfo(found_NX.dtype).tiny)
+        kl_N: Tensor = (torch.special.xlogy(q_NK, q_NK) - q_NK * found_NX[:, :-1]).sum(dim=1)
+        kl_N += torch.special.xlogy(rest_N, rest_N / p_rest_N)
+        ctx.save_for_backward(tensor_TX, weight_vD, ids_NK, q_NK, rest_N / p_rest_N, rows_N, log_partition_N)
+        ctx.shard = shard
+        kl_T = kl_N.new_zeros(len(tensor_TX))
+        kl_T[rows_N] = kl_N
+        return kl_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:
+        tensor_TX, weight_vD, ids_NK, q_NK, ratio_N, rows_N, log_partition_N = ctx.saved_tensors
+        shard: _Shard = ctx.shard
+        logits_Tv = shard.logits(tensor_TX, weight_vD)
+        gradient = _Gradient(logits_Tv, shard)
+        for start in range(0, len(rows_N) if shard.num_valid else 0, shard.chunk_tokens):
+            chunk = slice(start, start + shard.chunk_tokens)
+            rows_C, (column_CK, here_CK) = rows_N[chunk], shard.column_of(ids_NK[chunk])
+            p_Cv = shard.scaled(logits_Tv, rows_C).sub_(log_partition_N[chunk, None]).exp_()
+            # dKL/dx = p - q at the ids, p (1 - q_rest / p_rest) elsewhere.
+            pull_Cv = p_Cv.sub_(_outside(p_Cv.clone(), column_CK, here_CK).mul_(ratio_N[chunk, None]))
+            pull_Cv.scatter_add_(1, column_CK, -q_NK[chunk].where(here_CK, 0.0))
+            gradient.add(rows_C, pull_Cv.mul_(grad_T[rows_C][:, None]))
+        return *gradient.factors(), None, None, None, None, None
+
+
+def _outside(p_Cv: Tensor, column_CK: Tensor, here_CK: Tensor) -> Tensor:
+    """Set p to 0 at the columns of ids that are here, in place: of the others 0 is subtracted from the first column."""
+    return p_Cv.scatter_add_(1, column_CK, -p_Cv.gather(1, column_CK).where(here_CK, 0.0))
 
 
 def _gaps(

@@ -192,7 +192,7 @@ def _models_of_rl(config: RlRunConfig, trained: ModelOnRanks) -> tuple[ModelOnRa
     models += [
         ModelOnRanks(name=part, model=scored, optim=None, store=rl.reward.model_store) for part in rl.reward.model_parts
     ]
-    for path in rl.distill.paths:
+    for path in (path for index, path in enumerate(rl.distill.paths) if index not in rl.distill.served):
         teacher = replace(frozen, name=f"teacher {path}", store=rl.distill.store)
         models.append(teacher if path == SELF else replace(teacher, is_swapped=False, lora=NO_ADAPTERS))
     return tuple(models)

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from mcore_rl.rl.models.teachers import Teachers, TeacherSource
     from mcore_rl.rl.step.texts import TextSource
 
+    AnySource = TeacherSource | str | None
+
 
 def main(argv: Sequence[str]) -> int:
     """Train a policy on this rank; `argv` is a config file and overrides. Returns 0 when done or stopped as asked."""
@@ -75,7 +77,9 @@ def train(config: RlRunConfig) -> None:
                 servers = SharedServers(config, platform)
                 stack.callback(servers.close)
                 before_models = servers.start
-            run = stack.enter_context(open_run(config, platform, before_models=before_models))
+            names = {f"teacher {index}": name for index, name in enumerate(teacher_sources) if isinstance(name, str)}
+            orders = {"rl.distill.server": names} if names else {}
+            run = stack.enter_context(open_run(config, platform, orders, before_models=before_models))
             failures = FailureReport(run.log.message, run.folder.path)
             failures.add(failed_at_start)
             rollouts = stack.enter_context(
@@ -87,6 +91,11 @@ def train(config: RlRunConfig) -> None:
             for line in [*prompts.describe(), *warnings_of(config)]:
                 run.log.message(line)
             run.log.write_now(run.state.progress.step, [Metric("data/prompts", prompts.train.num_prompts)])
+            if config.rl.distill.served:
+                from mcore_rl.rl.models.served_teachers import ServedTeachers
+
+                teachers = ServedTeachers(config.rl.distill, config.model, lambda: run.request.is_urgent)
+                rollouts.teachers = stack.enter_context(closing(teachers))
             if config.rl.rollout.max_staleness:
                 rollouts.flow = stack.enter_context(
                     closing(make_flow(rollouts, run.state.progress, config.train.steps))
@@ -113,7 +122,7 @@ def optional_parts(
     run: Run,
     logprobs: PolicyLogprobs,
     routes: PolicyRoutes,
-    teachers: "Sequence[TeacherSource | None]",
+    teachers: "Sequence[AnySource]",
     texts: "TextSource | None",
 ) -> OptionalParts:
     """Collective over the world: load the parts of a step that the config asks for; others are not imported."""
@@ -245,24 +254,28 @@ def warnings_of(config: RlRunConfig) -> Iterator[str]:
         )
 
 
-def sources_of_teachers(config: RlRunConfig, prompts: Prompts) -> "list[TeacherSource | None]":
+def sources_of_teachers(config: RlRunConfig, prompts: Prompts) -> "list[AnySource]":
     """Return the models in `rl.distill`, after all checks that need no weights; None is an earlier version of the
-    policy.
+    policy, a text the name of a server's model.
 
-    Raises ConfigError if a checkpoint is not a language model with the policy's vocabulary, or does not fit the mesh;
-    DataError if its tokenizer is another, or a prompt names a missing teacher.
+    Raises ConfigError if a checkpoint is not a language model with the policy's vocabulary, or does not fit the mesh,
+    or a server's tokenizer is another; DataError if a checkpoint's is, or a prompt names a missing teacher; EngineError
+    if a server gives no right logprobs.
     """
-    distill = config.rl.distill
+    distill, tokenizer = config.rl.distill, prompts.tokenizer
     if distill.paths:
         refuse_prompts_without_teacher(prompts.train, distill)
-    return [
-        None
-        if path == SELF
-        else teacher_source(
-            path, config.model, config.mesh, config.longest_sample, config.packed_length, prompts.tokenizer
-        )
-        for path in distill.paths
-    ]
+
+    def source(index: int, path: str) -> "AnySource":
+        if path == SELF:
+            return None
+        if index in distill.served:
+            from mcore_rl.rl.models.served_teachers import probed_teacher
+
+            return probed_teacher(distill.served[index], distill, config.model, tokenizer, config.longest_sample)
+        return teacher_source(path, config.model, config.mesh, config.longest_sample, config.packed_length, tokenizer)
+
+    return [source(*numbered) for numbered in enumerate(distill.paths)]
 
 
 def teacher_source(
@@ -292,21 +305,17 @@ def teacher_source(
 
 
 def load_teachers(
-    distill: DistillConfig,
-    run: Run,
-    sources: "Sequence[TeacherSource | None]",
-    logprobs: LogprobHead,
-    updates_per_rollout: int,
+    distill: DistillConfig, run: Run, sources: "Sequence[AnySource]", logprobs: LogprobHead, updates_per_rollout: int
 ) -> "Teachers":
     """Collective over the world: return the run's teachers."""
     from mcore_rl.rl.frozen_model import FrozenModel
     from mcore_rl.rl.models.reference import Reference, earlier_policy
-    from mcore_rl.rl.models.teachers import Teachers
+    from mcore_rl.rl.models.teachers import Teachers, TeacherSource
 
     state, config = run.state, run.state.config
-    teachers: list[FrozenModel | Reference] = []
-    for source in sources:
-        if source is not None:
+    teachers: list[FrozenModel | Reference | None] = []
+    for index, source in enumerate(sources):
+        if isinstance(source, TeacherSource):
             frozen = FrozenModel(
                 source.model,
                 source.path,
@@ -318,8 +327,11 @@ def load_teachers(
             )
             teachers.append(frozen)
             run.log.message(f"teacher: weights of {source.path}")
-            continue
-        teachers.append(earlier_policy(run, "teacher", "teacher", distill.store, 'rl.distill.teacher="self"'))
+        elif source is not None:
+            teachers.append(None)
+            run.log.message(f"teacher: {distill.served[index]}, which has {source}")
+        else:
+            teachers.append(earlier_policy(run, "teacher", "teacher", distill.store, 'rl.distill.teacher="self"'))
     return Teachers(teachers, distill, logprobs, state, updates_per_rollout=updates_per_rollout)
 
 

@@ -20,6 +20,7 @@ from mcore_rl.megatron.schedule import HeadOutput, ReadsDeferredLogits
 from mcore_rl.megatron.vocab import (
     Logits,
     TokenStatistics,
+    forward_kl,
     logprobs_and_entropy,
     reverse_kl,
     vocabulary_logprobs,
@@ -76,6 +77,8 @@ class PolicyMicrobatch(PackedMicrobatch):
     teacher_vocabulary_Nv: Tensor | None = None
     """The teacher's logprobs over this rank's slice of the vocabulary at the positions of `completion_mask_T`, in main
     memory. None unless requested."""
+    teacher_TW: Tensor | None = None
+    """`Completion.teacher_CW` at each position, 0 at positions that predict no token of a completion."""
     values_T: Tensor | None = None
     """The critic's values before its updates. None without a critic, or if this stage has no values."""
     returns_T: Tensor | None = None
@@ -244,12 +247,16 @@ def make_microbatch(
     sampled_l = torch.cat([none, *(shape.sampled_C for shape in shapes)])[is_label_c]
     stale_l = torch.cat([none, *(shape.stale_C for shape in shapes)])[is_label_c]
     logprobs_l = torch.cat([torch.zeros(0), *(sample.rollout_logprobs_C for sample in chosen)])[is_label_c]
+    taught = [sample.teacher_CW for sample in chosen if sample.teacher_CW is not None]
     mask_S, completion_mask_S, stale_S, rollout_logprobs_S = torch.zeros(4, length)
     in_loss_l = sampled_l & (is_trained_N[which_l] > 0)
     num_trained_N = torch.zeros(max(len(chosen), 1), dtype=torch.int64).index_add_(0, which_l, in_loss_l.long())
     mask_S[completion_l], completion_mask_S[completion_l] = in_loss_l.float(), sampled_l.float()
     stale_S[completion_l] = stale_l.float()
     rollout_logprobs_S[completion_l] = logprobs_l
+    teacher_SW = torch.zeros(length, taught[0].shape[1] if taught else 0)
+    if taught:
+        teacher_SW[completion_l] = torch.cat(taught)[is_label_c]
     inputs = localize(
         Microbatch(
             tokens_BS=tokens_S[None],
@@ -281,6 +288,7 @@ def make_microbatch(
         lengths_N=to_device(num_trained_N, device),
         rollout_logprobs_T=on_this_rank(rollout_logprobs_S),
         is_stale_T=on_this_rank(stale_S) > 0,
+        teacher_TW=on_this_rank(teacher_SW) if taught else None,
     )
 
 
@@ -305,9 +313,12 @@ def exchange_samples(
     wanted: Sequence[Sequence[int]],
     dp_cp: Axis,
     device: torch.device,
+    *,
+    teacher_width: int = 0,
 ) -> dict[int, TrainedSample]:
     """Collective over `dp_cp`: bring each sample from the replica that generated it to the ranks that train on it;
-    return those of `wanted[dp_cp.rank]`, by index. `shapes` has all samples on every rank, so that no sizes are sent.
+    return those of `wanted[dp_cp.rank]`, by index. `shapes` has all samples on every rank, so that no sizes are sent;
+    `teacher_width` is the width of all `teacher_CW` (0: None).
     """
     if dp_cp.size == 1:
         return {index: generated[index] for index in wanted[0]}
@@ -317,14 +328,14 @@ def exchange_samples(
     ]
 
     def num_words(index: int) -> int:
-        # In words of 4 bytes: all tokens, and a float32 logprob per completion token.
-        return shapes[index].num_tokens + shapes[index].num_completion_tokens
+        # In words of 4 bytes: all tokens, and a float32 logprob and a teacher's numbers per completion token.
+        return shapes[index].num_tokens + (1 + teacher_width) * shapes[index].num_completion_tokens
 
-    sent = [
-        torch.cat([generated[index].tokens_T.int(), generated[index].rollout_logprobs_C.view(torch.int32)])
-        for indices in outgoing
-        for index in indices
-    ]
+    def words_of(sample: TrainedSample) -> list[Tensor]:
+        numbers = [sample.rollout_logprobs_C, *([] if sample.teacher_CW is None else [sample.teacher_CW.flatten()])]
+        return [sample.tokens_T.int(), *(number.view(torch.int32) for number in numbers)]
+
+    sent = [torch.cat(words_of(generated[index])) for indices in outgoing for index in indices]
     words = torch.cat(sent) if sent else torch.zeros(0, dtype=torch.int32)
     sizes_in = [sum(map(num_words, indices)) for indices in incoming]
     sizes_out = [sum(map(num_words, indices)) for indices in outgoing]
@@ -332,14 +343,17 @@ def exchange_samples(
     dist.all_to_all_single(received, words.to(device), sizes_in, sizes_out, group=dp_cp.group)
     order = [index for indices in incoming for index in indices]
     parts = received.cpu().split([num_words(index) for index in order])
-    return {
-        index: TrainedSample(
-            tokens_T=part[: shapes[index].num_tokens].long(),
-            rollout_logprobs_C=part[shapes[index].num_tokens :].clone().view(torch.float32),
+    found = {}
+    for index, part in zip(order, parts, strict=True):
+        num_tokens, num_completion = shapes[index].num_tokens, shapes[index].num_completion_tokens
+        tokens_T, logprobs_C, teacher_c = part.split([num_tokens, num_completion, teacher_width * num_completion])
+        found[index] = TrainedSample(
+            tokens_T=tokens_T.long(),
+            rollout_logprobs_C=logprobs_C.clone().view(torch.float32),
             shape=shapes[index],
+            teacher_CW=teacher_c.clone().view(torch.float32).view(-1, teacher_width) if teacher_width else None,
         )
-        for index, part in zip(order, parts, strict=True)
-    }
+    return found
 
 
 def layout_of(microbatch: PolicyMicrobatch | LocalMicrobatch, *, of_engine: bool = False) -> MicrobatchLayout:
@@ -411,6 +425,25 @@ class LogprobHead(ReadsDeferredLogits):
             temperature=self._temperature,
             chunk_tokens=self._chunk_tokens,
             limit_nats=limit_nats,
+        )
+
+    def teacher_forward_kl(self, microbatch: PolicyMicrobatch, output: Logits) -> Tensor | None:
+        """Collective over the tensor-parallel ranks: KL(teacher || policy) over the teacher's likeliest tokens and all
+        others as one, `[T]` with gradient, at trained positions; None if `teacher_TW` has no likeliest tokens.
+        """
+        if microbatch.teacher_TW is None or microbatch.teacher_TW.shape[1] == 1:
+            return None
+        rows_N = microbatch.inputs.rows_N
+        ids_NK, logprobs_NK = microbatch.teacher_TW[rows_N, 1:].chunk(2, dim=1)
+        return forward_kl(
+            output[0],
+            ids_NK.long(),
+            logprobs_NK,
+            rows_N,
+            self._mesh.tp,
+            vocab_size=self.vocab_size,
+            temperature=self._temperature,
+            chunk_tokens=self._chunk_tokens,
         )
 
     def count(self, microbatch: PolicyMicrobatch) -> Tensor:

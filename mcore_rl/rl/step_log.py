@@ -240,6 +240,8 @@ TOKEN_MEANS = {
     "kl_old": "policy/kl_old_nats",
     "kl_reference": "policy/kl_reference_nats",
     "kl_teacher": "teacher/kl_nats",
+    "kl_from_teacher": "teacher/forward_kl_nats",
+    "teacher_clamped": "teacher/clamped_fraction",
     "clipped_low": "policy/clip_ratio_low",
     "clipped_high": "policy/clip_ratio_high",
     "clamped": "policy/clamped_fraction",

@@ -125,6 +125,9 @@ class Completion:
     segments: tuple[int, ...] = ()
     """Index of the first token of each segment after the first, which begins with the prompt. Attention does not cross
     segments, and positions begin anew in each. A session of an agent that changes its history has several."""
+    teacher_CW: Tensor | None = None
+    """float32: numbers of a teacher on a server of each token: its logprob and, for the forward KL, the K likeliest ids
+    in its place and their logprobs; NaN without an answer. None: no teacher is on a server."""
 
     def __post_init__(self) -> None:
         assert len(self.tokens_T) == len(self.logprobs_T), (len(self.tokens_T), len(self.logprobs_T))
@@ -288,6 +291,8 @@ class TrainedSample:
     rollout_logprobs_C: Tensor
     """float32: logprob of each completion token at the time it was sampled."""
     shape: SampleShape
+    teacher_CW: Tensor | None = None
+    """`Completion.teacher_CW`."""
 
 
 class StepReward(NamedTuple):
@@ -368,6 +373,7 @@ class Rollout:
                 tokens_T=torch.tensor(group.prompt.tokens_T + completion.tokens_T),
                 rollout_logprobs_C=torch.tensor(completion.logprobs_T, dtype=torch.float32),
                 shape=self.shapes[index],
+                teacher_CW=completion.teacher_CW,
             )
             for p, group in self.groups.items()
             for g, completion in enumerate(group.completions)

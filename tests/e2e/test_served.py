@@ -19,6 +19,7 @@ from mcore_rl.config.load import load_config
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig
+from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.families import weight_map
 from mcore_rl.megatron.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks
 from mcore_rl.megatron.platform import start
@@ -289,3 +290,61 @@ def interrupted(words: Sequence[object], run_dir: Path, output: Path, *, after_s
 
 def is_fake_server(process: psutil.Process) -> bool:
     return any(word.endswith("fake_server.py") for word in process.cmdline())
+
+
+def weights_of_run(run_dir: Path, config: RlRunConfig, mesh: Mesh) -> dict[str, torch.Tensor]:
+    """Hugging Face's tensors of a run's last checkpoint."""
+    saved = read_dist(find_checkpoint(run_dir))
+    zeros = {name: torch.zeros(shape) for name, shape in weight_map(config.model).hf_shapes.items()}
+    chunks = loaded(config.model, zeros, mesh)
+    copy_in(chunks, {key: saved[key] for key in saved if not key.startswith("optimizer.")})
+    stream = WeightStream(chunks, mesh, config.model)
+    return {name: tensor.clone() for bucket in stream for name, tensor in bucket.tensors.items()}
+
+
+TAUGHT = ("rl.advantage.kind=zero", "replay.kind=none", "train.eval_interval=none", "rl.loss.entropy_coeff=0")
+
+
+@pytest.mark.full
+def test_losses_with_a_teacher_on_a_server_are_those_of_the_teacher_in_the_trainer(
+    rl_file: Path, tmp_path: Path, mesh: Mesh
+) -> None:
+    """As an advantage with vLLM, and in the loss with SGLang on two ranks, with a first answer that lacks a number."""
+    config = load_config(RlRunConfig, rl_file, SMALL)
+    teacher = tmp_path / "teacher"
+    succeed("mcore_rl.programs.rl", [rl_file, *SMALL, f"run_dir={teacher}", "train.steps=2", "optim.lr=1e-2"])
+    weights = weights_of_run(teacher, config, mesh)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    names = (*NAMES, "teacher/kl_nats", "teacher/clamped_fraction")
+    for kind, changes, num_ranks in (("vllm", (), 1), ("sglang", ("rl.distill.use=loss", "mesh.pp=2"), 2)):
+        words = [rl_file, *SMALL, *TAUGHT, *changes]
+        own = tmp_path / f"own_{kind}"
+        succeed("mcore_rl.programs.rl", [*words, f"rl.distill.teacher={teacher}", f"run_dir={own}"], num_ranks)
+        wanted = computed(own, names)
+        assert all(numbers["teacher/kl_nats"] > 1e-3 for numbers in wanted.values()) and len(wanted) == 4
+        answers = ModelAnswers(loaded(config.model, weights, mesh), mesh, config.model, weights)
+        answers.scored_ids = tokenizer.vocab_size
+        with FakeServer(answers, kind, tokenizer=tokenizer, model_name="big") as server:
+            served = tmp_path / f"served_{kind}"
+            words += [f"rl.distill.teacher={server.url}", f"rl.distill.server.kind={kind}", f"run_dir={served}"]
+            # The first 24 requests are the probe's.
+            server.faults = [("probe", "none")] * 24 + [("probe", "null_logprob"), ("probe", "cut_short")]
+            run = succeed("mcore_rl.programs.rl", words, num_ranks)
+            found = computed(served, names)
+            assert found.keys() == wanted.keys()
+            for step, numbers in wanted.items():
+                assert found[step] == pytest.approx(numbers, rel=1e-6, abs=1e-6), (kind, step)
+            assert f"teacher: {server.url}, which has big (big)" in run.stdout
+            retried = computed(served, ("teacher/retried_requests",))
+            assert sum(numbers["teacher/retried_requests"] for numbers in retried.values()) == 2
+            if num_ranks == 1:
+                (served / "DONE").unlink()
+                server.model_name = "another"
+                again = run_main("mcore_rl.programs.rl", [*words, "train.steps=6"])
+                assert again.returncode and "rl.distill.server is" in again.stderr, again.stderr
+            both = tmp_path / f"both_{kind}"
+            more = ("rl.distill.forward_weight=0.5", "rl.distill.top_k=8", "train.steps=2", f"run_dir={both}")
+            succeed("mcore_rl.programs.rl", [*words, *more], num_ranks)
+            forward = computed(both, ("teacher/forward_kl_nats",))
+            assert len(forward) == 2 and all(n["teacher/forward_kl_nats"] > 1e-3 for n in forward.values())
+            assert_emitted("rl with a served teacher", both)

@@ -7,7 +7,7 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.megatron.mesh import Axis, build_mesh, destroy_mesh
-from mcore_rl.megatron.vocab import DeferredLogits, cross_entropy, exclude_padding, logprobs_and_entropy
+from mcore_rl.megatron.vocab import DeferredLogits, cross_entropy, exclude_padding, forward_kl, logprobs_and_entropy
 from tests.ranks import run_ranks
 
 TOKENS, PADDED = 9, 16
@@ -30,7 +30,33 @@ def on_a_rank(vocab_size):
     values = logprobs_and_entropy(shard, targets, axis, rows_N=ROWS, **settings)
     (values[0] * pull[0] + values[1] * pull[1]).sum().backward()
     logprobs_and_entropy(shard, targets, axis, rows_N=ROWS[:0], **settings)
-    return [x.detach() for x in values], shard.grad, deferred_on_a_rank(axis, vocab_size)
+    likeliest = shard.detach().clone().requires_grad_()
+    kl = forward_kl(likeliest, *taught(vocab_size), ROWS, axis, **settings)
+    (kl * pull[0]).sum().backward()
+    return [x.detach() for x in values], shard.grad, deferred_on_a_rank(axis, vocab_size), (kl.detach(), likeliest.grad)
+
+
+def taught(vocab_size):
+    """A teacher's likeliest ids, on both ranks or on one, with their logprobs."""
+    generator = torch.Generator().manual_seed(9)
+    logits = torch.randn(len(ROWS), vocab_size, generator=generator, dtype=torch.float64)
+    logprobs_NK, ids_NK = logits.log_softmax(-1).topk(3)
+    return ids_NK, logprobs_NK
+
+
+def assert_forward_kl(ranks, vocab_size):
+    """Against autograd of the formula over the whole vocabulary."""
+    logits, _, pull = inputs()
+    logits.requires_grad_()
+    ids_NK, logprobs_NK = taught(vocab_size)
+    p_NK = torch.softmax(logits[ROWS, :vocab_size] / 0.8, dim=-1).gather(1, ids_NK)
+    q_NK = logprobs_NK.exp()
+    q_rest, p_rest = 1 - q_NK.sum(-1), 1 - p_NK.sum(-1)
+    kl_N = (q_NK * (q_NK / p_NK).log()).sum(-1) + q_rest * (q_rest / p_rest).log()
+    (kl_N * pull[0, ROWS]).sum().backward()
+    for kl, _ in ranks:
+        torch.testing.assert_close(kl[ROWS], kl_N.detach(), rtol=0, atol=1e-11)
+    torch.testing.assert_close(torch.cat([gradient for _, gradient in ranks], 1), logits.grad, rtol=0, atol=1e-11)
 
 
 def factors():
@@ -93,7 +119,8 @@ def test_two_slices_equal_the_whole_in_value_and_gradient():
         entropy = -(logprobs_TV.exp() * logprobs_TV).sum(-1).where(ASKED, 0.0)
         (logprobs * pull[0] + entropy * pull[1]).sum().backward()
         assert_deferred([rank[index][2] for rank in ranks], vocab_size)
-        for values, _, _ in (ranks[0][index], ranks[1][index]):
+        assert_forward_kl([rank[index][3] for rank in ranks], vocab_size)
+        for values, _, _, _ in (ranks[0][index], ranks[1][index]):
             torch.testing.assert_close(values, [logprobs.detach(), entropy.detach()], rtol=0, atol=1e-12)
         gradient = torch.cat([ranks[0][index][1], ranks[1][index][1]], dim=1)
         torch.testing.assert_close(gradient, logits.grad, rtol=0, atol=1e-12)

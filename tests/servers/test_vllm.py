@@ -13,16 +13,18 @@ from safetensors.torch import save_file
 
 from mcore_rl.config.data import DataConfig, TokenizerConfig
 from mcore_rl.config.load import dump_config
+from mcore_rl.config.rl.loss import DistillConfig
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.data.chat import Conversation
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.model.hf_stream import WeightStream
 from mcore_rl.rl.engines.server_api import HttpClient, ServerError
-from mcore_rl.rl.types import Problem, Prompt
+from mcore_rl.rl.models.served_teachers import ServedTeachers
+from mcore_rl.rl.types import Group, Problem, Prompt
 from mcore_rl.storage.checkpoints.write import save_weights
 from mcore_rl.storage.checksums import crc32_of
 from tests.conversing import END, chat_of, config_of, conversations_of, sampling, seeds_of, write_tokenizer
-from tests.generating import spelled
+from tests.generating import prompt_of, spelled
 from tests.servers.conftest import Figures
 from tests.servers.vllm_server import (
     FAULTS,
@@ -35,6 +37,7 @@ from tests.servers.vllm_server import (
     served_engine,
 )
 from tests.unit.rl.engines import contract
+from tests.unit.rl.groups import completion_of
 
 VOCAB = 2048
 PARTS = {
@@ -72,6 +75,29 @@ def test_logprobs_of_64_concurrent_requests_are_the_trainers(temperature, family
     found = trainer.compared(zip(prompts, made, strict=True), temperature)
     figures[f"{family}: 64 requests at temperature {temperature}"] = asdict(found)
     assert found.largest <= 1e-5 and found.compared_fraction > 0.8
+
+
+def test_numbers_of_a_teacher_on_the_server_are_the_trainers_logprobs(family, server, trainer, figures):
+    prompts = random_prompts(8, 12, VOCAB, seed=3)
+    made = generated([server.api], prompts, max_new=24, temperature=1.0, salt="teacher")
+    groups = [
+        Group(prompt=prompt_of(prompt), completions=(completion_of("", one.tokens_T),))
+        for prompt, one in zip(prompts, made, strict=True)
+    ]
+    distill = DistillConfig(teacher=server.url, forward_weight=0.5, top_k=8)
+    teachers = ServedTeachers(distill, MODELS[family], lambda: False)
+    answers = teachers.answers(teachers.ask(groups))
+    teachers.close()
+    largest = 0.0
+    for prompt, one, (numbers_CW,) in zip(prompts, made, answers, strict=True):
+        assert numbers_CW is not None and numbers_CW.shape == (24, 17)
+        logprobs, num_sure = trainer.logprobs(prompt, one.tokens_T)
+        differences = (numbers_CW[:num_sure, 0].double() - torch.tensor(logprobs[:num_sure]).double()).abs()
+        largest = max(largest, float(differences.max())) if num_sure else largest
+        top_CK = numbers_CW[:, 9:]
+        assert (top_CK.diff(dim=1) <= 0).all() and (top_CK.exp().sum(1) <= 1.01).all()
+    figures[f"{family}: teacher"] = largest
+    assert largest <= 1e-5
 
 
 @pytest.mark.parametrize("part", PARTS)

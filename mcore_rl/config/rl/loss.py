@@ -1,14 +1,15 @@
 """The section `rl.loss`: the policy's loss and the terms added to it."""
 
+from collections.abc import Mapping
 from functools import cached_property
 from math import exp
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from mcore_rl.config.extension import Extension
+from mcore_rl.config.extension import HTTP_PARTS, Extension, server_url
 from mcore_rl.config.optim import OptimConfig
-from mcore_rl.config.section import Section, Store, Text
+from mcore_rl.config.section import Seconds, Section, Store, Text
 
 
 class UpdateConfig(Section):
@@ -46,12 +47,35 @@ SELF = "self"
 """Name of the teacher that is an earlier state of the policy."""
 
 
+class TeacherServerConfig(Section):
+    """Inference servers that are teachers, and how each replica of the model requests logprobs from each."""
+
+    kind: Literal["vllm", "sglang"] = "vllm"
+    """Software of the servers."""
+    concurrency: PositiveInt = 32
+    """Number of requests at a time, each for one completion."""
+    request_timeout_s: Seconds = 300.0
+    """Seconds per request."""
+    timeout_s: Seconds = 900.0
+    """Seconds for which a request that gets no right answer is repeated; after that the run ends."""
+    api_key_env: Text | None = None
+    """Name of the environment variable with the key that is sent as a bearer token; `none`: no key is sent."""
+    ca_file: Text | None = None
+    """File of the certificates to verify https servers with; `none`: the system's certificates."""
+
+    @property
+    def update_timeout_s(self) -> float:
+        """Seconds per request of any other kind."""
+        return self.request_timeout_s
+
+
 class DistillConfig(Section):
     """On-policy distillation (2306.13649): the policy learns from a teacher's logprobs on its own completions."""
 
     teacher: Text | None = None
     """Teacher of all prompts without a tag in `teachers`: a checkpoint, folder of checkpoints or run of a language
-    model with the policy's tokenizer, or `self`, the policy as it was at the start; `none`: no teacher."""
+    model with the policy's tokenizer, the address of an inference server with one (`http://node7:8000`), or `self`, the
+    policy as it was at the start; `none`: no teacher."""
     teachers: dict[str, Text] = {}  # noqa: RUF012  # pydantic gives every instance its own
     """Teachers by tag, such as {math = "runs/a", code = "runs/b"}, for prompts with that tag in `tag_field`."""
     tag_field: Text = "teacher"
@@ -64,10 +88,16 @@ class DistillConfig(Section):
     all tokens, only in the loss, for which the teacher's logprobs of all tokens wait in main memory."""
     coeff: PositiveFloat = 1.0
     """Coefficient of the KL; with rl.advantage.kind="zero" the policy learns from the teacher only."""
+    forward_weight: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the forward KL, KL(teacher || policy) over the teacher's `top_k` likeliest tokens and one for all the
+    others, which is added to the loss; the rest is the share of the KL above. Only with teachers on servers."""
+    top_k: PositiveInt = 20
+    """Likeliest tokens of the teacher in the forward KL; vLLM gives up to --max-logprobs."""
     self_refresh_rollouts: PositiveInt | None = None
     """Rollout batches after which the teacher `self` becomes the current policy; `none`: never."""
     store: Store = "host"
     """Memory in which the teachers' weights wait for their passes; `device`: the policy's; `host`: main memory."""
+    server: TeacherServerConfig = TeacherServerConfig()
 
     @cached_property
     def paths(self) -> tuple[str, ...]:
@@ -78,6 +108,21 @@ class DistillConfig(Section):
     def has_self(self) -> bool:
         """Whether an earlier state of the policy is a teacher."""
         return SELF in self.paths
+
+    @cached_property
+    def reverse_coeff(self) -> float:
+        """Coefficient of KL(policy || teacher)."""
+        return self.coeff * (1.0 - self.forward_weight)
+
+    @cached_property
+    def served(self) -> Mapping[int, str]:
+        """Addresses of the teachers on servers, by index in `paths`."""
+        return {index: server_url(path) for index, path in enumerate(self.paths) if path.startswith(HTTP_PARTS)}
+
+    @cached_property
+    def served_width(self) -> int:
+        """Numbers that a teacher on a server gives of a token: its logprob, and ids and logprobs of the likeliest."""
+        return (1 + 2 * self.top_k if self.forward_weight else 1) if self.served else 0
 
     def index_of(self, tag: object) -> int | None:
         """Return the index in `paths` of the teacher for a prompt with this tag; None if it has no teacher."""

@@ -75,6 +75,9 @@ VLLM: Mapping[str, Route] = {
     "/health": _get("serve/instrumentator/health.py:218; 200 while paused, asleep, half updated or hung"),
     "/get_world_size": _get("rl/online/api_router.py:269", include_dp=True),
     "/weight_info": _get("rl/online/api_router.py:226; answered by the thread that computes"),
+    "/v1/models": _get("openai/models/api_router.py:20"),
+    "/tokenize": _post("serve/tokenize/protocol.py:23", {"prompt": REQUIRED, "add_special_tokens": True}),
+    "/detokenize": _post("serve/tokenize/protocol.py:189", {"tokens": REQUIRED}),
     "/pause": _query(
         "rl/online/api_router.py:31", {"mode": "abort", "clear_cache": True}, values={"mode": PAUSES}, sets=(PAUSED,)
     ),
@@ -147,6 +150,9 @@ SGLANG: Mapping[str, Route] = {
     "/health": _get("entrypoints/http_server.py:721; generates a token, for which a paused server has no time"),
     "/server_info": _get("entrypoints/http_server.py:863; asks the scheduler"),
     "/model_info": _get("entrypoints/http_server.py:812; does not ask the scheduler"),
+    "/v1/models": _get("entrypoints/http_server.py:1993"),
+    "/tokenize": _post("entrypoints/openai/protocol.py:1744", {"prompt": None, "add_special_tokens": True}),
+    "/detokenize": _post("entrypoints/openai/protocol.py:1804", {"tokens": REQUIRED, "skip_special_tokens": True}),
     "/pause_generation": _post(
         "managers/tokenizer_manager.py:2267; abort does not pause the scheduler",
         {"mode": "abort"},
@@ -209,7 +215,8 @@ SGLANG: Mapping[str, Route] = {
     ),
     "/generate": _post(
         "managers/io_struct.py:264",
-        ASKED | {"return_logprob": False, "logprob_start_len": -1, "return_routed_experts": False},
+        ASKED
+        | {"return_logprob": False, "logprob_start_len": -1, "top_logprobs_num": 0, "return_routed_experts": False},
         *(NO_WEIGHTS, NO_CACHE, UNSENT),
     ),
     "/abort_request": _post(

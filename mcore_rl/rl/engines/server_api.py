@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from mcore_rl.config.extension import load_extension
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.rl.loss import TeacherServerConfig
 from mcore_rl.config.rl.rollout import ServedConfig
 from mcore_rl.errors import ConfigError, EngineError
 from mcore_rl.rl.engines.base import Sampling
@@ -121,6 +122,8 @@ NO_VERSION = -1
 """Version of a server's initial weights."""
 MODEL = "policy"
 """Name under which the server serves the model (--served-model-name)."""
+EXCLUDED = -9999.0
+"""Logprob that vLLM sends for -inf, which JSON lacks."""
 NEVER = -100.0
 """Lowest logit bias that the servers accept; it multiplies a token's weight by e^-100."""
 HEALTH_S = 20.0
@@ -228,11 +231,13 @@ class ServerApi(ABC):
         request_timeout_s: float,
         update_timeout_s: float,
         owner: Owner | None = None,
+        model_name: str | None = MODEL,
     ) -> None:
         """Create the API of a server. `vocab_size` includes padding of the vocabulary; `experts_per_token` is for
         servers that send routes without a shape; `owner` sends weights to the server (None: weights of any run are
-        read).
+        read); `model_name` is the name of the server's model (None: it has only one).
         """
+        self._model_name = model_name
         self._http, self._vocab_size, self._top_k = http, vocab_size, experts_per_token
         self._request_s, self._update_s, self.owner = request_timeout_s, update_timeout_s, owner
         # Neither kind of server says what is released, and a call for what is not ends it or does nothing.
@@ -382,17 +387,51 @@ class ServerApi(ABC):
 
     def prompt_logprobs(self, tokens_T: Sequence[int], adapter: str | None = None) -> list[float]:
         """Return the logprobs of tokens 1, 2, ... by the server's weights and adapter, at temperature 1, uncached."""
-        answer = self._call(self.STEPS["generate"][0], **self._scoring(tokens_T, adapter))
+        logprobs, _ = self.scores(tokens_T, adapter=adapter)
+        return finite_logprobs(self.url, logprobs)
+
+    def scores(
+        self, tokens_T: Sequence[int], *, start: int = 0, top_k: int = 0, adapter: str | None = None
+    ) -> tuple[list[float], list[list[tuple[int, float]]]]:
+        """Return the logprobs of tokens start + 1, start + 2, ... at temperature 1, EXCLUDED or less for a probability
+        of 0, and in the place of each the `top_k` likeliest tokens with their logprobs, from the likeliest on. Raises
+        ServerError if any is missing.
+        """
+        answer = self._call(self.STEPS["generate"][0], **self._scoring(tokens_T, adapter, start, top_k))
         with self._reading("prompt logprobs"):
-            return finite_logprobs(self.url, self._scores(answer, tokens_T[1:]))
+            entries = self._scores(answer, tokens_T, start)
+            logprobs = [entry[token] for token, entry in zip(tokens_T[start + 1 :], entries, strict=True)]
+            top = [sorted(entry.items(), key=lambda pair: -pair[1])[:top_k] for entry in entries]
+            if short := [len(likeliest) for likeliest in top if len(likeliest) < top_k]:
+                raise ServerError(f"{self.url}: {short[0]} likeliest tokens, wanted {top_k}")
+            finite_logprobs(self.url, [max(value, EXCLUDED) for entry in entries for value in entry.values()])
+            return logprobs, top
 
     @abstractmethod
-    def _scoring(self, tokens_T: Sequence[int], adapter: str | None) -> dict[str, Any]:
-        """Return the fields of a request for the logprobs of a prompt."""
+    def _scoring(self, tokens_T: Sequence[int], adapter: str | None, start: int, top_k: int) -> dict[str, Any]:
+        """Return the fields of a request for the logprobs of a prompt, as `scores` has them."""
 
     @abstractmethod
-    def _scores(self, answer: Any, tokens_T: Sequence[int]) -> list[float]:
-        """Return the logprobs of the prompt's tokens but the first, `tokens_T`, from an answer."""
+    def _scores(self, answer: Any, tokens_T: Sequence[int], start: int) -> Sequence[Mapping[int, float]]:
+        """Return, for tokens start + 1, start + 2, ..., the logprobs in an answer by token."""
+
+    def model(self) -> tuple[str, int]:
+        """Return the name of the server's model, and how many tokens a request may have with its answer."""
+        with self._reading("/v1/models"):
+            card = self._call("/v1/models", limit_s=HEALTH_S)["data"][0]
+            return f"{card['id']} ({card['root']})", int(card["max_model_len"])
+
+    def tokens_of(self, text: str) -> list[int]:
+        """Return the tokens of a text by the server's tokenizer, without tokens that mark its ends."""
+        with self._reading("/tokenize"):
+            answer = self._call("/tokenize", limit_s=HEALTH_S, prompt=text, add_special_tokens=False)
+            return [int(token) for token in answer["tokens"]]
+
+    def text_of(self, tokens_T: Sequence[int]) -> str:
+        """Return the text of tokens by the server's tokenizer, with the names of special tokens."""
+        with self._reading("/detokenize"):
+            answer = self._step("detokenize", limit_s=HEALTH_S, tokens=list(tokens_T))
+            return str(answer["prompt" if "prompt" in answer else "text"])
 
     def is_healthy(self) -> bool:
         """Return whether the thread that computes answers; never raises. The process that takes requests answers for
@@ -481,15 +520,21 @@ class ServerApi(ABC):
             raise ServerError(f"{self.url}: {what} of another form: {error!r}") from None
 
 
-def server_apis(engine: ServedConfig, model: ModelConfig, owner: Owner | None = None) -> Callable[[str], ServerApi]:
+def server_apis(
+    engine: ServedConfig | TeacherServerConfig,
+    model: ModelConfig,
+    owner: Owner | None = None,
+    *,
+    model_name: str | None = MODEL,
+) -> Callable[[str], ServerApi]:
     """Return a function that maps a server's address to its API, for the run `owner` that sends it weights. Raises
-    ConfigError if the environment variable named by rl.engine.api_key_env is not set.
+    ConfigError if the environment variable named by `engine.api_key_env` is not set.
     """
     key = environment_variable(engine.api_key_env) if engine.api_key_env else None
     if engine.api_key_env and key is None:
         raise ConfigError(
             f"the key of the servers is to be read from the environment variable {engine.api_key_env}, which is not "
-            "set here. Export it, or clear rl.engine.api_key_env or --api-key-env."
+            "set here. Export it, or clear the section's api_key_env or --api-key-env."
         )
     api: type[ServerApi] = load_extension("rl.engine.kind", APIS[engine.kind])
     return lambda url: api(
@@ -499,6 +544,7 @@ def server_apis(engine: ServedConfig, model: ModelConfig, owner: Owner | None = 
         request_timeout_s=engine.request_timeout_s,
         update_timeout_s=engine.update_timeout_s,
         owner=owner,
+        model_name=model_name,
     )
 
 

@@ -44,6 +44,7 @@ class SglangApi(ServerApi):
         "wake_weights": ("/resume_memory_occupation", {"tags": ("weights",)}),
         "wake_cache": ("/resume_memory_occupation", {"tags": ("kv_cache", "cuda_graph")}),
         "load_adapter": ("/load_lora_adapter", {}),
+        "detokenize": ("/detokenize", {"skip_special_tokens": False}),
         "unload_adapter": ("/unload_lora_adapter", {}),
     }
 
@@ -96,19 +97,25 @@ class SglangApi(ServerApi):
     def _experts(self, text: str, num_tokens: int) -> NDArray[np.integer]:
         return read_flat(text, num_tokens, self._top_k)
 
-    def _scoring(self, tokens_T: Sequence[int], adapter: str | None) -> dict[str, Any]:
+    def _scoring(self, tokens_T: Sequence[int], adapter: str | None, start: int, top_k: int) -> dict[str, Any]:
         return {
             "input_ids": list(tokens_T),
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True},
-            "logprob_start_len": 0,
+            "logprob_start_len": start,  # the tokens before it may come from the prefix cache
+            "top_logprobs_num": top_k,
             **self._own_fields(adapter, with_routes=False),
         }
 
-    def _scores(self, answer: Any, tokens_T: Sequence[int]) -> list[float]:
-        entries = answer["meta_info"]["input_token_logprobs"][1:]
-        if [entry[1] for entry in entries] != list(tokens_T):
+    def _scores(self, answer: Any, tokens_T: Sequence[int], start: int) -> Sequence[Mapping[int, float]]:
+        meta = answer["meta_info"]
+        entries = meta["input_token_logprobs"][1:]
+        if [entry[1] for entry in entries] != list(tokens_T[start + 1 :]):
             raise ServerError(f"{self.url}: prompt logprobs of other tokens than were sent")
-        return [entry[0] for entry in entries]
+        top = meta.get("input_top_logprobs", [None] * (1 + len(entries)))[1:]
+        return [
+            {**{one[1]: one[0] for one in likeliest or ()}, entry[1]: entry[0]}
+            for entry, likeliest in zip(entries, top, strict=True)
+        ]
 
 
 def read_flat(text: str, num_tokens: int, top_k: int) -> NDArray[np.int32]:

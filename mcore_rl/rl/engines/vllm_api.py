@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_rl.rl.engines.server_api import HEALTH_S, MODEL, Answered, ServerApi, ServerError
+from mcore_rl.rl.engines.server_api import HEALTH_S, Answered, ServerApi, ServerError
 
 
 class VllmApi(ServerApi):
@@ -40,6 +40,7 @@ class VllmApi(ServerApi):
         "wake_weights": ("/wake_up", {"tags": ("weights",)}),
         "wake_cache": ("/wake_up", {"tags": ("kv_cache",)}),
         "load_adapter": ("/v1/load_lora_adapter", {}),
+        "detokenize": ("/detokenize", {}),
         "unload_adapter": ("/v1/unload_lora_adapter", {}),
     }
 
@@ -71,7 +72,7 @@ class VllmApi(ServerApi):
         return int(self._told("workers", "world_size"))
 
     def _own_fields(self, adapter: str | None, *, with_routes: bool) -> dict[str, Any]:
-        return {"model": adapter or MODEL}
+        return {"model": adapter or self._model_name}
 
     def _read(self, answer: Any) -> Answered:
         choice = answer["choices"][0]
@@ -86,13 +87,13 @@ class VllmApi(ServerApi):
     def _experts(self, text: str, num_tokens: int) -> NDArray[np.integer]:
         return read_npy(text)
 
-    def _scoring(self, tokens_T: Sequence[int], adapter: str | None) -> dict[str, Any]:
-        parameters = {"max_tokens": 1, "prompt_logprobs": 0}  # such a request does not use the prefix cache
-        return {"model": adapter or MODEL, "token_ids": list(tokens_T), "sampling_params": parameters}
+    def _scoring(self, tokens_T: Sequence[int], adapter: str | None, start: int, top_k: int) -> dict[str, Any]:
+        parameters = {"max_tokens": 1, "prompt_logprobs": top_k}  # such a request does not use the prefix cache
+        return {"model": adapter or self._model_name, "token_ids": list(tokens_T), "sampling_params": parameters}
 
-    def _scores(self, answer: Any, tokens_T: Sequence[int]) -> list[float]:
-        entries = answer["prompt_logprobs"][1:]
-        return [entry[str(token)]["logprob"] for token, entry in zip(tokens_T, entries, strict=True)]
+    def _scores(self, answer: Any, tokens_T: Sequence[int], start: int) -> Sequence[Mapping[int, float]]:
+        entries = answer["prompt_logprobs"][start + 1 :]
+        return [{int(token): one["logprob"] for token, one in entry.items()} for entry in entries]
 
 
 def read_npy(text: str) -> NDArray[np.integer]:

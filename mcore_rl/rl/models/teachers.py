@@ -55,7 +55,7 @@ class Teachers:
 
     def __init__(
         self,
-        teachers: Sequence[FrozenModel | Reference],
+        teachers: Sequence[FrozenModel | Reference | None],
         distill: DistillConfig,
         logprobs: LogprobHead,
         state: TrainState,
@@ -63,7 +63,7 @@ class Teachers:
         updates_per_rollout: int,
     ) -> None:
         """Prepare this rank. `teachers` are in the order of `distill.paths`, an earlier version of the policy as a
-        `Reference`.
+        `Reference`, a server as None.
         """
         self._teachers, self._distill, self._state = teachers, distill, state
         self._head = TeacherHead(logprobs, vocabulary=distill.estimator == "vocabulary")
@@ -72,7 +72,7 @@ class Teachers:
 
     def waiting_bytes(self) -> Sequence[WaitingBytes]:
         """Bytes of each teacher on this rank between passes."""
-        return [teacher.waiting_bytes for teacher in self._teachers]
+        return [teacher.waiting_bytes for teacher in self._teachers if teacher is not None]
 
     def add(self, rollout: Rollout, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
         """Return the minibatches with the logprobs of each sample's teacher."""
@@ -80,7 +80,7 @@ class Teachers:
             return self._with_logprobs(minibatches, rollout.shapes)
 
     def in_advantages(self, microbatch: PolicyMicrobatch) -> PolicyMicrobatch:
-        """Return the microbatch with coeff x (log teacher - log old policy) added to its advantages, if
+        """Return the microbatch with its coefficient x (log teacher - log old policy) added to its advantages, if
         rl.distill.use="advantage". Its mean times the gradient of the policy's logprob is minus the gradient of
         KL(policy || teacher).
         """
@@ -90,7 +90,7 @@ class Teachers:
         assert microbatch.advantages_T is not None and microbatch.old_logprobs_T is not None
         gap_T = log_difference(microbatch.teacher_logprobs_T, microbatch.old_logprobs_T)
         gap_T = gap_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).where(microbatch.mask_T, 0.0)
-        return replace(microbatch, advantages_T=microbatch.advantages_T + distill.coeff * gap_T)
+        return replace(microbatch, advantages_T=microbatch.advantages_T + distill.reverse_coeff * gap_T)
 
     def refresh(self) -> None:
         """Make the current policy its own teacher every `rl.distill.self_refresh_rollouts` rollout batches."""
@@ -107,6 +107,19 @@ class Teachers:
         # All ranks run a pass over all microbatches for each teacher that any sample has.
         for index in sorted({shape.teacher for shape in shapes.values()}):
             teacher = self._teachers[index]
+            if teacher is None:
+                if self._state.mesh.is_last_stage:
+                    found = [
+                        replace(
+                            minibatch,
+                            microbatches=[
+                                with_outputs_of_teacher(microbatch, _of_server(microbatch), shapes, index)
+                                for microbatch in minibatch.microbatches
+                            ],
+                        )
+                        for minibatch in found
+                    ]
+                continue
             with teacher.installed(), evaluating(teacher.chunks):
                 for place, minibatch in enumerate(found):
                     if not minibatch.num_samples:
@@ -120,6 +133,13 @@ class Teachers:
                         ]
                         found[place] = replace(minibatch, microbatches=kept)
         return found
+
+
+def _of_server(microbatch: PolicyMicrobatch) -> dict[str, Tensor]:
+    """Return a server's logprobs `[T]` of trained tokens, NaN where an answer is missing; 0 elsewhere."""
+    if microbatch.teacher_TW is None:  # padding alone
+        return {"logprobs": torch.zeros_like(microbatch.rollout_logprobs_T)}
+    return {"logprobs": microbatch.teacher_TW[:, 0].where(microbatch.mask_T, 0.0)}
 
 
 def with_outputs_of_teacher(

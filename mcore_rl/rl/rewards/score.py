@@ -180,6 +180,12 @@ class Scores:
         # Ten steps or parts of 0.1 do not add up to exactly 1.
         return (values_PG >= 1 - ROUNDING).double().masked_fill(values_PG.isnan(), torch.nan)
 
+    def leave_out(self, is_out_PG: Sequence[Sequence[bool]]) -> None:
+        """Take the rewards and steps of completions away, as if a part had failed."""
+        self.rewards_PG[torch.tensor(is_out_PG, dtype=torch.bool)] = torch.nan
+        for steps_G, is_out_G in zip(self.steps_PG, is_out_PG, strict=True):
+            steps_G[:] = [() if is_out else steps for steps, is_out in zip(steps_G, is_out_G, strict=True)]
+
     def metrics(self) -> Iterator[Metric]:
         """Yield this rank's metrics of rewards, parts, accuracy and errors. Means ignore NaN."""
         yield from _mean("reward/mean", self.rewards_PG)

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mcore_rl.config.rl_run import RlConfig
 from mcore_rl.data.answer_ends import step_tokens
-from mcore_rl.megatron.agree import on_every_rank
+from mcore_rl.megatron.agree import from_first_of_model, on_every_rank
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.rl.engines.base import Engine, Sampling, asking, wake
@@ -44,6 +44,7 @@ from mcore_rl.rl.types import Completion, Group, GroupSummary, Prompt, Rollout, 
 if TYPE_CHECKING:  # a run imports only what its config names
     from mcore_rl.rl.agents.hold import AgentSessions
     from mcore_rl.rl.environments.conversations import Conversations
+    from mcore_rl.rl.models.served_teachers import ServedTeachers
     from mcore_rl.rl.rewards.from_model import RewardModels
     from mcore_rl.rl.rollouts.flow import GroupFlow
 
@@ -90,6 +91,8 @@ class Rollouts:
     """Conversations with an environment, or sessions of an agent; None without them."""
     baseline: Baseline | None = None
     """Function that returns rewards to compare completions with; None: they are compared within their prompt."""
+    teachers: "ServedTeachers | None" = None
+    """Teachers on servers; None if there are none."""
     flow: "GroupFlow | None" = None
     """Groups that are generated while the policy trains; None: generation and training alternate."""
 
@@ -250,9 +253,23 @@ class Rollouts:
         groups = list(by_index.values())
         generated_s = time.perf_counter()
         # If scoring fails on one replica, the error is raised on all ranks: they would otherwise wait for its scores.
+        teachers, teacher_metrics = self.teachers if is_training else None, list[Metric]()
+        asked = [] if teachers is None or self.reward is None else teachers.ask(groups)
         of_models = {} if self.models is None else self.models.outcomes(groups, are_counted=is_training)
         scores = on_every_rank(lambda: self.reward(groups, of_models) if self.reward and groups else None)
         scored_s = time.perf_counter()
+        if teachers is not None:
+            answers_PG = from_first_of_model(on_every_rank(lambda: teachers.answers(asked)), self.mesh)
+            groups = [teachers.added(group, answers_G) for group, answers_G in zip(groups, answers_PG, strict=True)]
+            by_index = dict(zip(by_index, groups, strict=True))
+            refused_PG = [[answer is None for answer in answers_G] for answers_G in answers_PG]
+            teacher_metrics = [
+                Metric("time/teacher_servers_s", time.perf_counter() - scored_s),
+                Metric("teacher/refused_completions", sum(map(sum, refused_PG))),
+                Metric("teacher/retried_requests", teachers.take_retries()),
+            ]
+            if scores is not None:
+                scores.leave_out(refused_PG)
         local = _ReplicaScores()
         if scores is not None:
             by_index = {
@@ -266,6 +283,7 @@ class Rollouts:
                 *cut_metrics(groups, sampling.cut),
                 *([] if self.conversations is None else episode_metrics(groups, environment_s)),
                 Metric("time/reward_s", scored_s - generated_s),
+                *teacher_metrics,
             ]
             local = _ReplicaScores(
                 summaries=summaries,

@@ -125,6 +125,7 @@ class PolicyHead(ReadsDeferredLogits):
             router_shift_T=None if self._router_shift is None else self._router_shift(),
             teacher_logprobs_T=microbatch.teacher_logprobs_T,
             teacher_kl_T=self._logprobs.teacher_kl(microbatch, output, limit_nats=LOG_RATIO_LIMIT),
+            teacher_forward_kl_T=self._logprobs.teacher_forward_kl(microbatch, output),
             is_stale_T=microbatch.is_stale_T,
         )
         if self._trace is not None:
@@ -188,7 +189,9 @@ class Learner:
             self._limits,
         )
         wanted = [[index for plan in plans for index in plan.samples_of(rank)] for rank in self._dp_ranks]
-        samples = exchange_samples(rollout.samples(), shapes, wanted, mesh.dp_cp, device)
+        samples = exchange_samples(
+            rollout.samples(), shapes, wanted, mesh.dp_cp, device, teacher_width=config.rl.distill.served_width
+        )
         minibatches = []
         for plan in plans:
             indices = [index for rank in range(mesh.dp.size) for index in plan.samples_of(rank)]

@@ -75,6 +75,8 @@ class PolicyTokens:
     """Logprobs under the teacher; None without a teacher."""
     teacher_kl_T: Tensor | None = None
     """KL to the teacher over the whole vocabulary, with gradient; None: estimate it from the sampled token."""
+    teacher_forward_kl_T: Tensor | None = None
+    """KL from the teacher over its likeliest tokens and all others as one, with gradient; None: it is not used."""
     is_stale_T: Tensor | None = None
     """bool: positions that predict a token sampled by weights older than the old policy's. None: no such tokens."""
 
@@ -178,13 +180,15 @@ class Objective:
     kl: KlTerm | None = None
     teacher_coeff: float | None = None
     """Coefficient of the KL to a teacher, at tokens with teacher logprobs. None: no such term."""
+    forward_coeff: float = 0.0
+    """Coefficient of the KL from a teacher, at tokens with `teacher_forward_kl_T`."""
     entropy_coeff: float = 0.0
     """Coefficient of the entropy bonus."""
 
 
 def policy_loss(tokens: PolicyTokens, objective: Objective, cp: Axis) -> PolicyLoss:
     """Collective over `cp` (in the forward pass only): return the policy's loss: the token loss, corrected for the
-    rollout-training mismatch, plus the KL penalty, plus the KL to a teacher, minus the entropy bonus.
+    rollout-training mismatch, plus the KL penalty, plus the KLs to and from a teacher, minus the entropy bonus.
     """
     token_loss = objective.token_loss(tokens, cp)
     correction_T = None
@@ -205,6 +209,8 @@ def policy_loss(tokens: PolicyTokens, objective: Objective, cp: Axis) -> PolicyL
         if teacher_kl_T is None:
             teacher_kl_T = kl_penalty(tokens.logprobs_T, tokens.teacher_logprobs_T, "k1", "k2")
         loss_T = loss_T + objective.teacher_coeff * teacher_kl_T
+    if tokens.teacher_forward_kl_T is not None:
+        loss_T = loss_T + objective.forward_coeff * tokens.teacher_forward_kl_T
     if objective.entropy_coeff:
         loss_T = loss_T - objective.entropy_coeff * tokens.entropy_T
     loss = tokens.total(loss_T * tokens.loss_weights_T)
@@ -427,7 +433,11 @@ def update_statistics(
         beyond_T |= is_beyond_limit(tokens.reference_logprobs_T, tokens.logprobs_T)
         sums["kl_reference"] = tokens.total(kl_estimate(tokens.logprobs_T, tokens.reference_logprobs_T, "k3"))
     if tokens.teacher_logprobs_T is not None:
-        beyond_T |= is_beyond_limit(tokens.teacher_logprobs_T, tokens.logprobs_T)
+        is_excluded_T = is_beyond_limit(tokens.teacher_logprobs_T, tokens.logprobs_T)
+        beyond_T |= is_excluded_T
+        sums["teacher_clamped"] = tokens.total(is_excluded_T.double())
+        if tokens.teacher_forward_kl_T is not None:
+            sums["kl_from_teacher"] = tokens.total(tokens.teacher_forward_kl_T)
         kl_T = tokens.teacher_kl_T
         if kl_T is None:
             kl_T = kl_estimate(tokens.logprobs_T, tokens.teacher_logprobs_T, "k3")

@@ -95,7 +95,8 @@ def policy_objective(loss: AnyLoss, distill: DistillConfig | None = None) -> Obj
         correction=loss.correction,
         off_policy_mask=loss.off_policy_mask if isinstance(loss, Corrected) else None,
         kl=KlTerm(loss.kl_to, loss.kl_coeff, loss.kl_estimator, loss.kl_gradient) if has_kl else None,
-        teacher_coeff=distill.coeff if distill is not None and has_teacher else None,
+        teacher_coeff=distill.reverse_coeff if distill is not None and has_teacher else None,
+        forward_coeff=0.0 if distill is None else distill.coeff * distill.forward_weight,
         entropy_coeff=loss.entropy_coeff,
     )
 

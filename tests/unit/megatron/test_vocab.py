@@ -7,7 +7,14 @@ import torch
 
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.megatron.mesh import Axis
-from mcore_rl.megatron.vocab import DeferredLogits, cross_entropy, logprobs_and_entropy, reverse_kl, vocabulary_logprobs
+from mcore_rl.megatron.vocab import (
+    DeferredLogits,
+    cross_entropy,
+    forward_kl,
+    logprobs_and_entropy,
+    reverse_kl,
+    vocabulary_logprobs,
+)
 
 ALONE = Axis(None, 0, 1)
 
@@ -138,6 +145,91 @@ def test_a_token_that_a_teacher_excludes_counts_as_far_below_and_not_as_infinite
     assert kl.tolist() == pytest.approx([wanted], rel=1e-12)
     pulls = [0.5 * (math.log(0.5) - wanted), 0.5 * (20.0 - wanted), 0.0]
     assert logits.grad[0].tolist() == pytest.approx(pulls, rel=1e-12)
+
+
+def likeliest(teacher_NV, count):
+    """Logprobs and ids of the likeliest tokens, in float64."""
+    return teacher_NV.log_softmax(-1).topk(count)
+
+
+def by_tail(logprobs_NV, ids_NK, taught_NK):
+    """KL over the ids and one token for all others, by autograd in float64."""
+    p_NK, q_NK = logprobs_NV.gather(1, ids_NK).exp(), taught_NK.exp()
+    rests = 1 - q_NK.sum(-1), 1 - p_NK.sum(-1)
+    return (q_NK * (q_NK / p_NK).log()).sum(-1) + rests[0] * (rests[0] / rests[1]).log()
+
+
+@pytest.mark.parametrize("is_deferred", [False, True])
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 100])
+def test_the_forward_kl_with_a_tail_and_its_gradient_are_those_of_autograd(chunk_tokens, is_deferred):
+    _, _, pull = example()
+    hidden, weight = factors()
+    rows = torch.tensor([0, 3, 4, 9, 12])
+    generator = torch.Generator().manual_seed(6)
+    taught_NK, ids_NK = likeliest(torch.randn(5, 19, generator=generator, dtype=torch.float64), 4)
+    wanted = by_tail(torch.log_softmax((hidden @ weight.T)[rows, :19] / 0.7, dim=-1), ids_NK, taught_NK)
+    gradients = torch.autograd.grad((wanted * pull[0, rows]).sum(), (hidden, weight))
+    logits = DeferredLogits(hidden, weight, chunk_tokens) if is_deferred else hidden @ weight.T
+    settings = {"vocab_size": 19, "temperature": 0.7, "chunk_tokens": chunk_tokens}
+    got = forward_kl(logits, ids_NK, taught_NK, rows, ALONE, **settings)
+    (got * pull[0]).sum().backward()
+    torch.testing.assert_close(got[rows], wanted, rtol=0, atol=1e-12)
+    assert got.count_nonzero() == 5
+    torch.testing.assert_close((hidden.grad, weight.grad), gradients, rtol=0, atol=1e-12)
+
+
+def test_the_gradient_of_the_forward_kl_is_that_of_finite_differences():
+    logits, _, _ = example(tokens=2, padded=9)
+    generator = torch.Generator().manual_seed(6)
+    taught_NK, ids_NK = likeliest(torch.randn(2, 9, generator=generator, dtype=torch.float64), 3)
+    settings = {"vocab_size": 9, "temperature": 1.0, "chunk_tokens": 8}
+    assert torch.autograd.gradcheck(
+        lambda x: forward_kl(x, ids_NK, taught_NK, torch.arange(2), ALONE, **settings), logits
+    )
+
+
+def test_a_student_of_the_forward_kl_keeps_the_teachers_mass_outside_of_its_likeliest_tokens():
+    """Without a tail the student's mass there is 1.6e-4 in the end, of the teacher's .50 (TRL's tail bucket)."""
+    torch.manual_seed(0)
+    teacher_1V = torch.softmax(2 * torch.randn(1, 1000, dtype=torch.float64), -1)
+    taught_1K, ids_1K = teacher_1V.log().topk(20)
+    student_1V = torch.zeros(1, 1000, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.Adam([student_1V], 0.05)
+    settings = {"vocab_size": 1000, "temperature": 1.0, "chunk_tokens": 8}
+    for _ in range(1000):
+        optimizer.zero_grad()
+        forward_kl(student_1V, ids_1K, taught_1K, torch.tensor([0]), ALONE, **settings).sum().backward()
+        optimizer.step()
+    rest = 1 - student_1V.softmax(-1).gather(1, ids_1K).sum().item()
+    assert rest == pytest.approx(1 - teacher_1V.gather(1, ids_1K).sum().item(), abs=1e-3)
+    assert rest > 0.4
+
+
+@pytest.mark.parametrize("excess", [1.0, 1.002])
+def test_ids_that_have_all_of_a_teachers_probability_leave_no_tail(excess):
+    """Of bf16 models the probabilities sum to up to 1.002."""
+    logits, _, _ = example(torch.float32, tokens=1, padded=8)
+    taught_1V = torch.randn(1, 8, generator=torch.Generator().manual_seed(6)).softmax(-1)
+    settings = {"vocab_size": 8, "temperature": 1.0, "chunk_tokens": 8}
+    got = forward_kl(logits, torch.arange(8)[None], (excess * taught_1V).log(), torch.tensor([0]), ALONE, **settings)
+    got.sum().backward()
+    wanted = (taught_1V * (taught_1V.log() - logits.log_softmax(-1))).sum()
+    torch.testing.assert_close(got[0], wanted, rtol=0, atol=1e-6)
+    torch.testing.assert_close(logits.grad, (logits.softmax(-1) - taught_1V).detach(), rtol=0, atol=1e-6)
+
+
+def test_ids_of_a_teacher_that_the_student_lacks_count_among_the_others_and_far_logits_stay_finite():
+    logits = torch.tensor([[60.0, 0.0, 0.0, 0.0]], requires_grad=True)
+    taught = torch.tensor([[0.5, 0.3, 0.1]]).log()
+    settings = {"vocab_size": 3, "temperature": 1.0, "chunk_tokens": 8}
+    got = forward_kl(logits, torch.tensor([[0, 3, 1]]), taught, torch.tensor([0]), ALONE, **settings)
+    got.sum().backward()
+    # q: .5 at token 0, .1 at 1, .4 at all others, of which the student has token 2.
+    assert logits.grad[0].tolist() == pytest.approx([0.5, -0.1, -0.4, 0.0], abs=1e-6)
+    wanted = 0.5 * math.log(0.5) + 0.1 * (math.log(0.1) + 60) + 0.4 * (math.log(0.4) + 60)
+    assert got.item() == pytest.approx(wanted, rel=1e-5)
+    beyond = forward_kl(10 * logits, torch.tensor([[0, 3, 1]]), taught, torch.tensor([0]), ALONE, **settings)
+    assert 60 < beyond.item() < 600
 
 
 def factors(dtype=torch.float64, tokens=13, padded=24, width=6):
