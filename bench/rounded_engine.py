@@ -1,12 +1,16 @@
-"""A rollout engine that computes with other numbers than the trainer, for bench/study.py.
+"""Rollout engines that compute with other numbers than the trainer, for bench/study.py and bench/claims.py.
 
     rl.engine.kind=bench.rounded_engine:rounded_engine
+    rl.engine.kind=bench.rounded_engine:noisy_engine
 
-It is the native engine on a copy of the policy with weights rounded to bf16, in the place of a server whose kernels
-and types are not the trainer's: its probabilities and its routes are a little off. The model lies on one rank.
+The first is the native engine on a copy of the policy with weights rounded to bf16, in the place of a server whose
+kernels and types are not the trainer's: its probabilities and its routes are a little off. The second reports logprobs
+with noise. The model lies on one rank.
 """
 
+import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -14,8 +18,12 @@ from torch import nn
 from bench.copied_engine import built_copies, paired_tensors
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.megatron.mesh import Mesh
-from mcore_rl.rl.engines.base import Decode
+from mcore_rl.rl.engines.base import Decode, Sampling
 from mcore_rl.rl.engines.native.engine import MegatronEngine
+from mcore_rl.rl.types import Completion, Group, Prompt
+
+NOISE_NATS = 1e-2
+"""Standard deviation of the noise on each logprob."""
 
 
 class RoundedEngine(MegatronEngine):
@@ -36,3 +44,26 @@ class RoundedEngine(MegatronEngine):
 def rounded_engine(config: RlRunConfig, chunks: Sequence[nn.Module], mesh: Mesh, decode: Decode) -> RoundedEngine:
     """Return the engine, as `rl.engine.kind` asks for it."""
     return RoundedEngine(config, chunks, mesh, decode)
+
+
+class NoisyEngine(MegatronEngine):
+    """The native engine with normal noise on the logprobs that it reports; what it samples is not changed."""
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]]) -> list[Group]:
+        """Return the groups, with noise that depends on the seed of each completion alone."""
+        groups = super().generate(prompts, sampling, seeds_PG)
+        return [
+            replace(group, completions=tuple(map(_noisy, group.completions, seeds_G)))
+            for group, seeds_G in zip(groups, seeds_PG, strict=True)
+        ]
+
+
+def _noisy(completion: Completion, seed: int) -> Completion:
+    draws = random.Random(seed)
+    noisy_T = tuple(min(0.0, logprob + draws.gauss(0.0, NOISE_NATS)) for logprob in completion.logprobs_T)
+    return replace(completion, logprobs_T=noisy_T)
+
+
+def noisy_engine(config: RlRunConfig, chunks: Sequence[nn.Module], mesh: Mesh, decode: Decode) -> NoisyEngine:
+    """Return the engine, as `rl.engine.kind` asks for it."""
+    return NoisyEngine(chunks, mesh, config.model, decode, config.rl.engine)

@@ -106,7 +106,7 @@ VLLM: Mapping[str, Route] = {
     "/start_weight_update": _post(
         "v1/worker/gpu_worker.py:1524",
         {},
-        Refusal(SESSION, 500, "a weight update is already active. Route finish_weight_update first"),
+        Refusal(SESSION, 500, "a weight update is already active. Call finish_weight_update first"),
         Refusal(COMPUTING, DIES, "weights go to the meta device while requests are computed"),
         sets=(SESSION,),
     ),
