@@ -274,7 +274,7 @@ def _model_bytes(training: Training, one: ModelOnRanks, mesh: Mesh) -> ModelByte
         return ModelBytes(one=one, numbers=numbers, weights=weights)
     freeze(bare, trains_routers=not training.freezes_router, trains_mtp=trains_mtp)
     flags = planned_flags(training.platform, training.mesh, training.model, training.world_size, trains_mtp=trains_mtp)
-    chunks = wrap_for_data_parallelism(bare, flags, mesh, one.optim.main_grads_dtype)
+    chunks = wrap_for_data_parallelism(bare, flags, mesh, one.optim)
     buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     gaps = [buffer.numel - sum(param.numel() for param in buffer.params) for buffer in buffers]
     optimizer = build_optimizer(one.optim, platform, chunks)

@@ -91,9 +91,41 @@ STATE_BYTES: dict[State, int] = {"fp32": 4, "bf16": 2}
 """Bytes per number of each format."""
 
 
-class OptimConfig(Section):
-    """Adam with decoupled weight decay (AdamW), in Megatron's distributed optimizer on every mesh."""
+MUON_PACKAGE = "emerging-optimizers"
+"""Package of Muon; 0.3 is the version that Megatron-Core 0.19 fits, and 999.9.9 is a placeholder without content."""
 
+
+class MuonConfig(Section):
+    """Muon (arXiv 2502.16982): each matrix moves by its momentum, made orthogonal by a Newton-Schulz iteration. All
+    fields but `router` are named as in Megatron."""
+
+    momentum: Probability = 0.95
+    """Decay of the running mean of the gradient."""
+    nesterov: bool = True
+    """Make the gradient orthogonal after moving it towards its running mean by `momentum`, instead of the mean."""
+    num_ns_steps: PositiveInt = 5
+    """Steps of the Newton-Schulz iteration."""
+    coefficient_type: Literal["simple", "quintic", "polar_express", "cans", "aol", "deepseekv4"] = "quintic"
+    """Coefficients of the iteration."""
+    scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
+    """Factor on the update of a matrix of m rows and n columns: sqrt(max(m, n)) for `spectral`, sqrt(m / n) for
+    `unit_rms_norm`, sqrt(max(1, m / n)) for `shape_scaling`."""
+    extra_scale_factor: PositiveFloat = 0.2
+    """Further factor on the update; 0.2 with `spectral` makes updates as large as Adam's, so that its `lr` and
+    `weight_decay` fit."""
+    fp32_matmul_prec: Literal["highest", "high", "medium"] = "highest"
+    """Products of the iteration: fp32, TF32 where a GPU has it, or `medium`: bf16, which changes an update by 0.5 %."""
+    router: bool = False
+    """Update the routers' matrices by Muon too, instead of Adam."""
+
+
+class OptimConfig(Section):
+    """Adam with decoupled weight decay (AdamW), in Megatron's distributed optimizer on every mesh; or Muon."""
+
+    kind: Literal["adam", "muon"] = "adam"
+    """`muon`: matrices are updated by Muon (section `muon`), with weight decay, and the rest by Adam: embeddings,
+    output layer, routers, norms and biases. Every data-parallel rank has the whole state. Needs Python 3.12 with
+    Megatron-Core 0.19, and the package emerging-optimizers 0.3."""
     lr: PositiveFloat = 3e-4
     """Highest learning rate."""
     min_lr: NonNegativeFloat = 0.0
@@ -137,6 +169,12 @@ class OptimConfig(Section):
     main_grads_dtype: State = "fp32"
     """Number format in which gradients are summed over microbatches and ranks; bf16 halves their memory and messages,
     and makes sums depend on the mesh in their third digit. bf16 needs platform.precision = "bf16"."""
+    muon: MuonConfig = MuonConfig()
+
+    @cached_property
+    def is_sharded(self) -> bool:
+        """Whether each data-parallel rank has a share of the state and updates a share of the weights."""
+        return self.kind == "adam"
 
     @cached_property
     def is_precision_aware(self) -> bool:

@@ -114,7 +114,8 @@ def run_flags(config: RunConfig, machine: Machine) -> SpeedFlags:
     interval = config.train.gc_interval
     if interval == "auto":
         interval = config.units_between_collections if machine.is_cuda and machine.world_size > 1 else None
-    return replace(flags, gc_interval=interval)
+    gathers = flags.overlap_param_gather and config.optim.is_sharded  # otherwise each rank updates all its weights
+    return replace(flags, gc_interval=interval, overlap_param_gather=gathers)
 
 
 def _fp8_recipe(

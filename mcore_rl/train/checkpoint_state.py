@@ -24,6 +24,8 @@ from mcore_rl.train.optimizer import initialize_moments, saved_groups, settle_lo
 from mcore_rl.train.state import Progress, TrainState, random_states, reseed, restore_random_states
 
 RANDOM = "mcore_rl.random_states"
+COPIES = "fp32_from_fp16_params"
+"""Key of the fp32 copies of a bf16 model's weights in the state of an optimizer that is not distributed."""
 
 
 def full_state(state: TrainState) -> dict[str, Any]:
@@ -60,10 +62,12 @@ def _sharded(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
         dict(weights), is_loading=False, metadata=sharding_metadata(state.mesh)
     )
     for part in _parts(state, moments):
-        part["optimizer"]["param_groups"] = saved_groups(part["optimizer"]["param_groups"])
+        _inner(part)["param_groups"] = saved_groups(_inner(part)["param_groups"])
         # Empty where a stage trains nothing, it would count as common to all ranks.
-        if not part["param_state"]:
+        if not part.get("param_state", True):
             del part["param_state"]
+    if not state.config.optim.is_sharded:
+        _number_copies(state, moments)
     return weights, moments
 
 
@@ -82,6 +86,11 @@ def _wanted(state: TrainState, stored: StoredCheckpoint) -> dict[str, Any]:
     wanted["optimizer"] = state.optimizer.sharded_state_dict(
         dict(wanted), is_loading=True, metadata=sharding_metadata(state.mesh)
     )
+    if not state.config.optim.is_sharded:
+        _number_copies(state, wanted["optimizer"])
+        for part in _parts(state, wanted["optimizer"]):
+            # They would have to be as many as in the checkpoint, and are replaced by the run's own.
+            del _inner(part)["param_groups"]
     return wanted
 
 
@@ -123,16 +132,27 @@ def load_full_state(state: TrainState, stored: StoredCheckpoint) -> list[str]:
 
 def _put_optimizer(state: TrainState, loaded: dict[str, Any]) -> None:
     inner = state.optimizer.chained_optimizers
-    parts = _parts(state, loaded["optimizer"])
+    outer = _parts(state, loaded["optimizer"])
+    parts = [_inner(part) for part in outer]
     # Megatron would take rates, betas and decay from the checkpoint's parameter groups, or fail if they do not match.
-    groups = [group for part in parts for group in part["optimizer"]["param_groups"]]
+    groups = [group for part in parts for group in part["param_groups"]]
     steps = [{"step": group["step"]} for group in groups if "step" in group]
     step = steps[0] if steps else {}  # none before the first step
     for optimizer, part in zip(inner, parts, strict=True):
-        part["optimizer"]["param_groups"] = [
-            {name: value for name, value in group.items() if name != "params"} | step
-            for group in optimizer.optimizer.param_groups
+        is_sharded = state.config.optim.is_sharded
+        # The distributed optimizer knows its weights; torch's take them by number. Muon counts no steps.
+        own = optimizer.optimizer.param_groups if is_sharded else optimizer.optimizer.state_dict()["param_groups"]
+        part["param_groups"] = [
+            {name: value for name, value in group.items() if name != "params" or not is_sharded}
+            | ({} if "momentum" in group else step)
+            for group in own
         ]
+        part.setdefault("state", {})  # of a stage that has none of its weights
+    if not state.config.optim.is_sharded:
+        for part in (part for part in outer if "optimizer" in part):
+            copies = part.get(COPIES, {})
+            groups = range(len(part["optimizer"]["param_groups"]))
+            part[COPIES] = [[copy for _, copy in sorted(copies.get(index, {}).items())] for index in groups]
     with torch.no_grad():
         state.optimizer.load_state_dict(loaded["optimizer"])
     settle_loaded_step(state.optimizer)
@@ -144,6 +164,24 @@ def _parts(state: TrainState, optimizer: dict[Any, Any]) -> list[dict[str, Any]]
     """Return the state of each optimizer in Megatron's chain. A single optimizer's state is not numbered."""
     count = len(state.optimizer.chained_optimizers)
     return [optimizer] if count == 1 else [optimizer[index] for index in range(count)]
+
+
+def _number_copies(state: TrainState, optimizer: dict[Any, Any]) -> None:
+    """Put fp32 copies of weights under numbers, and leave out what is empty: a stage without weights of an optimizer
+    has no moments and shorter lists, which would count as common to all ranks.
+    """
+    for part in _parts(state, optimizer):
+        if COPIES in part:
+            part[COPIES] = {index: dict(enumerate(group)) for index, group in enumerate(part[COPIES]) if group}
+        for table, name in ((part, COPIES), (_inner(part), "state")):
+            if not table.get(name, True):
+                del table[name]
+
+
+def _inner(part: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of torch's optimizer in that of a Megatron optimizer, which for fp32 weights has no more."""
+    inner: dict[str, Any] = part.get("optimizer", part)
+    return inner
 
 
 def _random_shard(state: TrainState, states: dict[str, Any] | None) -> ShardedObject:

@@ -1,4 +1,4 @@
-"""Megatron's distributed Adam and its learning-rate schedule from a config."""
+"""Megatron's optimizer and its learning-rate schedule from a config."""
 
 import inspect
 from collections.abc import Sequence
@@ -18,6 +18,10 @@ from mcore_rl.megatron.platform import Platform
 
 STYLES = {"cosine": "cosine", "linear": "linear", "wsd": "WSD", "constant": "constant"}
 EMBEDDINGS = ("embedding.word_embeddings.weight", "output_layer.weight")
+BY_ADAM = (*EMBEDDINGS, "eh_proj.weight", "shared_experts.gate_weight")
+"""Ends of names of matrices that Muon leaves to Adam: inputs and outputs of the model and of its MTP layers, and gates of
+one row.
+"""
 QK_NORMS = ("q_layernorm.", "k_layernorm.")
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PRECISION_AWARE = ("master_weights", "exp_avg_dtype", "exp_avg_sq_dtype", "use_decoupled_grad")
@@ -27,7 +31,9 @@ PRECISION_AWARE = ("master_weights", "exp_avg_dtype", "exp_avg_sq_dtype", "use_d
 def build_optimizer(
     config: OptimConfig, platform: Platform, chunks: Sequence[DistributedDataParallel]
 ) -> MegatronOptimizer:
-    """Collective over the world: build AdamW for `chunks`, with its state sharded over the data-parallel ranks."""
+    """Collective over the world: build AdamW for `chunks`, with its state sharded over the data-parallel ranks, or Muon
+    and AdamW with whole states.
+    """
     settings = OptimizerConfig(
         optimizer="adam",
         lr=config.lr,
@@ -39,7 +45,7 @@ def build_optimizer(
         clip_grad=config.clip_grad or 0.0,  # 0 turns clipping off in Megatron
         bf16=platform.dtype == torch.bfloat16,
         params_dtype=platform.dtype,
-        use_distributed_optimizer=True,
+        use_distributed_optimizer=config.is_sharded,
         overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
         optimizer_cpu_offload=config.offload_fraction > 0,
         optimizer_offload_fraction=config.offload_fraction,
@@ -53,6 +59,10 @@ def build_optimizer(
         _be_precision_aware(settings, config)
     undecayed = ParamWithNamePredicate(name="undecayed", fn=lambda param, name: not decays(config, param, name))
     overrides = {ParamKey(with_name_predicate=undecayed): ParamGroupOverride(wd_mult=0.0)}
+    if config.kind == "muon":
+        from mcore_rl.train.muon import build_muon  # needs Megatron-Core 0.19
+
+        return build_muon(config, settings, chunks, overrides)
     optimizer = get_megatron_optimizer(
         settings, list(chunks), config_overrides=overrides, use_gloo_process_groups=False
     )
@@ -141,8 +151,24 @@ def decays(config: OptimConfig, param: torch.Tensor, name: str) -> bool:
         return config.decay_qk_norms
     if name.endswith(EMBEDDINGS):
         return config.decay_embeddings
+    return param.dim() > 1 and not _is_bias(name)
+
+
+def _is_bias(name: str) -> bool:
     # By name, because stacked expert biases have two axes; TransformerEngine numbers them (bias0, bias1).
-    return param.dim() > 1 and not name.rpartition(".")[2].startswith("bias")
+    return name.rpartition(".")[2].startswith("bias")
+
+
+def by_muon(config: OptimConfig, param: torch.Tensor, name: str) -> bool:
+    """Return whether Muon updates a parameter: matrices inside of layers, and stacks of experts' matrices. `param` may
+    be a rank's part; `name` is its name in the chunk.
+    """
+    if name.endswith("router.weight"):
+        return config.muon.router
+    if name.endswith(BY_ADAM) or _is_bias(name):
+        return False
+    # Tensors with three axes are experts, whose gradients have a reduction of their own, or kernels of convolutions.
+    return param.dim() == 2 or (param.dim() == 3 and not getattr(param, "allreduce", True))
 
 
 def build_schedule(config: OptimConfig, optimizer: MegatronOptimizer, steps: int) -> OptimizerParamScheduler:

@@ -10,7 +10,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import MegatronOptimizer
 from torch import nn
 
-from mcore_rl.config.optim import LoraConfig, State
+from mcore_rl.config.optim import LoraConfig, OptimConfig
 from mcore_rl.config.run import RunConfig, TrainConfig
 from mcore_rl.config.section import Store
 from mcore_rl.config.speed import SpeedFlags, run_flags
@@ -76,7 +76,7 @@ def _set_up_model(
         add_adapters(bare, config.lora, config.model, config.train.seed)
     refuse_partly_frozen(bare, mesh)
     flags = run_flags(config, machine_of(platform))
-    chunks = wrap_for_data_parallelism(bare, flags, mesh, config.optim.main_grads_dtype)
+    chunks = wrap_for_data_parallelism(bare, flags, mesh, config.optim)
     optimizer = build_optimizer(config.optim, platform, chunks)
     connect(chunks, optimizer)
     return TrainState(
@@ -134,12 +134,14 @@ def refuse_partly_frozen(chunks: Sequence[nn.Module], mesh: Mesh) -> None:
 
 
 def wrap_for_data_parallelism(
-    chunks: Sequence[nn.Module], flags: SpeedFlags, mesh: Mesh, main_grads_dtype: State
+    chunks: Sequence[nn.Module], flags: SpeedFlags, mesh: Mesh, optim: OptimConfig
 ) -> list[DistributedDataParallel]:
-    """Collective over the world: wrap chunks so that gradients are summed over microbatches and replicas."""
+    """Collective over the world: wrap chunks so that gradients are summed over microbatches and data-parallel ranks, as
+    the optimizer needs them.
+    """
     settings = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=main_grads_dtype == "fp32",  # otherwise in the weights' dtype
-        use_distributed_optimizer=True,
+        grad_reduce_in_fp32=optim.main_grads_dtype == "fp32",  # otherwise in the weights' dtype
+        use_distributed_optimizer=optim.is_sharded,
         overlap_grad_reduce=flags.overlap_grad_reduce,
         overlap_param_gather=flags.overlap_param_gather,
     )

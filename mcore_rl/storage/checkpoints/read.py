@@ -287,6 +287,14 @@ def _compare(stored: StoredCheckpoint, wanted: dict[str, Any], model: ModelConfi
     problems = list(_problems(stored, all_shapes))
     if not problems:
         return all_shapes
+    absent = [name for name in sorted(all_shapes) if name not in stored.shapes]
+    of_optimizer = [name for name in absent if name.removeprefix(CRITIC).startswith(OPTIMIZER)]
+    if stored.has_optimizer and len(of_optimizer) == len(problems):
+        raise CheckpointError(
+            f"{stored.path} lacks {of_optimizer[0]}: its run had another optimizer for this weight, or none. Set "
+            "optim.kind, and what is trained, as in that run, or start another run_dir from its weights, with "
+            f"checkpoint.load={stored.path} and checkpoint.load_optimizer=false"
+        )
     shown = "; ".join(problems[:MAX_LISTED]) + (
         f"; and {len(problems) - MAX_LISTED} more" if len(problems) > MAX_LISTED else ""
     )
