@@ -34,6 +34,8 @@ REQUIRES = [
     "tensorboard>=2.15",
 ]
 
+MUON = 'emerging-optimizers>=0.3,<0.4; python_version >= "3.12"'
+
 EXTRAS = {
     # Megatron also uses NVIDIA's apex when it can be imported. It is installed from its own source tree: the
     # package called "apex" on PyPI is something else.
@@ -53,6 +55,8 @@ EXTRAS = {
     "real": ["accelerate>=1", "gguf>=0.18"],
     # Adapters of rl.environment.name: tests/adapters runs them (make test-adapters), no other test needs them.
     "environments": ["reasoning-gym>=0.1.25,<0.2", "textarena>=0.7.4,<0.8"],
+    # Muon (optim.kind = "muon") in Megatron-Core 0.19. Version 999.9.9 is an empty placeholder.
+    "muon": [MUON],
     # CRC-32 of checkpoints, several times as fast as zlib's.
     "isal": ["isal>=1.7"],
     # tests/report drives a Chromium with it: Debian's, none that it downloads.
@@ -66,6 +70,7 @@ EXTRAS = {
         "datasets>=3",
         "gguf>=0.18",
         "hypothesis>=6.100",
+        MUON,
         # tests/parallel/test_adapter_exports.py compares low-rank adapters with it.
         "peft>=0.21,<0.22",
         "pyarrow>=16",

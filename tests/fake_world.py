@@ -299,7 +299,9 @@ def _states(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
         for state in part.optimizer.state.values():
             # In a hybrid optimizer each weight has a count of steps.
             yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim())
-        for group in part.shard_fp32_from_float16_groups:
+        # Of the distributed optimizer, of another for bf16, or of none.
+        copies = getattr(part, "shard_fp32_from_float16_groups", getattr(part, "fp32_from_float16_groups", ()))
+        for group in copies:
             yield from (copy for copy in group if copy is not None)
 
 

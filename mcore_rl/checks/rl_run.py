@@ -6,7 +6,7 @@ from mcore_rl.checks.engine import engine_violations
 from mcore_rl.checks.mesh import unequal_length_violations
 from mcore_rl.checks.model import replay_violations, unused
 from mcore_rl.checks.rl import completion_field, rl_violations
-from mcore_rl.checks.run import chat_violations, optimizer_violations, refuse, run_violations
+from mcore_rl.checks.run import chat_violations, muon_violations, optimizer_violations, refuse, run_violations
 from mcore_rl.config.rl.rollout import MIN_TEMPERATURE, EvalConfig
 from mcore_rl.config.rl_run import RlRunConfig
 
@@ -151,6 +151,7 @@ def _optimizers(config: RlRunConfig) -> Iterator[str]:
     optim, key = config.critic.optim, "rl.advantage.critic.optim"
     steps_field = "the critic's steps (train.steps, rl.advantage.critic.epochs)"
     yield from optimizer_violations(optim, config.platform, config.critic_steps, key, steps_field)
+    yield from muon_violations(optim, config, key)
 
 
 def _layers(config: RlRunConfig) -> Iterator[str]:

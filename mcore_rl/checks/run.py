@@ -14,10 +14,10 @@ from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.describe import describe
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.optim import OptimConfig
+from mcore_rl.config.optim import OptimConfig, absent_muon
 from mcore_rl.config.preferences import PreferenceRunConfig
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.config.run import LogConfig, PlatformConfig, PretrainConfig, RunConfig, TrainConfig
+from mcore_rl.config.run import PlatformConfig, PretrainConfig, RunConfig, TrainConfig
 from mcore_rl.config.sft import SFTConfig
 from mcore_rl.config.toml import toml_value
 from mcore_rl.errors import ConfigError
@@ -36,9 +36,13 @@ PACKAGES = ("wandb", "mlflow", "swanlab", "trackio")
 """Entries of log.sinks that need a module of the same name, which is an extra of this package."""
 
 
-def absent_packages(log: LogConfig) -> Iterator[str]:
-    """Yield an error message for each package that log.sinks needs and that is not installed."""
-    for sink in log.sinks:
+def absent_packages(config: RunConfig) -> Iterator[str]:
+    """Yield an error message for each package that the sinks and optimizers of a run need and that is not installed."""
+    optims = {"optim": config.optim, "rl.advantage.critic.optim": config.critic_optim}
+    for field, optim in optims.items():
+        if optim is not None and optim.kind == "muon" and (absent := absent_muon(field)):
+            yield absent
+    for sink in config.log.sinks:
         if sink in PACKAGES and importlib.util.find_spec(sink) is None:
             yield (
                 f"log.sinks names {sink}, which is not installed. Install it: `pip install "
@@ -80,6 +84,7 @@ def run_violations(config: RunConfig, world_size: int, seq_length: int, field: s
     yield from fp8_violations(model, mesh, config.platform, config.train.micro_batch, seq_length, field)
     yield from _world(mesh, model, world_size)
     yield from optimizer_violations(config.optim, config.platform, config.train.steps)
+    yield from muon_violations(config.optim, config, "optim")
     yield from _platform(config.platform, model, mesh)
     yield from _overlapped_tensor_parallelism(config)
     yield from _recompute(config.platform, model, mesh)
@@ -256,6 +261,27 @@ def optimizer_violations(
             "main memory has fp32 moments, and takes fp32 gradients. Set "
             f'{" and ".join(f"{field}.{name}" for name in lowered)} to "fp32", or offload_fraction=0.'
         )
+
+
+def muon_violations(optim: OptimConfig, config: RunConfig, field: str) -> Iterator[str]:
+    """Yield a sentence for each setting of a run that does not fit the optimizer in section `field`, if it is Muon."""
+    yield from unused(f"{field}.muon", optim.muon, (optim.kind == "adam", "", f'{field}.kind="adam"'))
+    mesh, model = config.mesh, config.model
+    reasons = {
+        f"lora.rank={config.lora.rank}: no update of adapters by Muon has been compared with any other. Leave "
+        "lora.rank out": config.lora.is_on and field == "optim",
+        "mesh.overlap_param_gather=true: each rank updates all of its weights, and none are gathered. Set it to "
+        '"auto"': mesh.overlap_param_gather is True,
+        f"mesh.tp={mesh.tp} for model.num_kv_heads={model.num_kv_heads}: a rank's rows are not whole groups of "
+        "queries, key and value, each of which is made orthogonal by itself. Lower mesh.tp": mesh.tp
+        > model.num_kv_heads
+        and not family_of(model).is_latent,
+    }
+    for name in ("offload_fraction", "exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype"):
+        value = getattr(optim, name)
+        reasons[f"{field}.{name}={toml_value(value)}, which is Adam's alone. Leave it out"] = value not in (0, "fp32")
+    for reason in (reason for reason, holds in reasons.items() if holds and optim.kind == "muon"):
+        yield f'{field}.kind="muon" with {reason}.'
 
 
 def weight_violations(

@@ -65,7 +65,7 @@ def prepare(config: RunConfig, ranks: int, *, trains: bool) -> None:
     refuse(
         [
             *absent_inputs(inputs_of(config)),
-            *(absent_packages(config.log) if trains else ()),
+            *(absent_packages(config) if trains else ()),
             *local_memory_violations(training_of(config.decided(is_cuda=False), ranks), trains=trains),
         ]
     )

@@ -2,6 +2,8 @@
 
 import math
 from functools import cached_property
+from importlib.metadata import distributions
+from platform import python_version
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -91,13 +93,24 @@ STATE_BYTES: dict[State, int] = {"fp32": 4, "bf16": 2}
 """Bytes per number of each format."""
 
 
-MUON_PACKAGE = "emerging-optimizers"
-"""Package of Muon; 0.3 is the version that Megatron-Core 0.19 fits, and 999.9.9 is a placeholder without content."""
+MUON_NEEDS = {"megatron-core": "0.19", "emerging-optimizers": "0.3"}
+"""Packages of Muon with the versions that fit each other; emerging-optimizers 999.9.9 is an empty placeholder."""
+
+
+def absent_muon(field: str = "optim") -> str:
+    """Return a sentence on what this Python lacks for Muon, or an empty string."""
+    found = {name: next((part.version for part in distributions(name=name)), "missing") for name in MUON_NEEDS}
+    if all(found[name].startswith(f"{needed}.") for name, needed in MUON_NEEDS.items()):
+        return ""
+    return (
+        f'{field}.kind="muon" needs Python 3.12 with megatron-core 0.19 and emerging-optimizers 0.3; in this Python '
+        f"{python_version()} they are {' and '.join(found.values())}. Make an environment of Python 3.12 with `pip "
+        f"install 'mcore-rl[muon]'`, or set {field}.kind=\"adam\"."
+    )
 
 
 class MuonConfig(Section):
-    """Muon (arXiv 2502.16982): each matrix moves by its momentum, made orthogonal by a Newton-Schulz iteration. All
-    fields but `router` are named as in Megatron."""
+    """Muon (arXiv 2502.16982): a matrix moves by its momentum, made orthogonal by a Newton-Schulz iteration."""
 
     momentum: Probability = 0.95
     """Decay of the running mean of the gradient."""
@@ -188,5 +201,5 @@ class OptimConfig(Section):
 
     @cached_property
     def moment_bytes(self) -> int:
-        """Bytes of both moments of a weight."""
-        return STATE_BYTES[self.exp_avg_dtype] + STATE_BYTES[self.exp_avg_sq_dtype]
+        """Bytes of both moments of a weight; of the only one that Muon has of a matrix."""
+        return STATE_BYTES[self.exp_avg_dtype] + (STATE_BYTES[self.exp_avg_sq_dtype] if self.kind == "adam" else 0)

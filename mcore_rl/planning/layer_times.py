@@ -76,7 +76,9 @@ class Workload:
     gradient_bytes: int = 4
     """Bytes in which the gradient of a weight is summed and travels."""
     moment_bytes: int = 8
-    """Bytes of both moments of a weight."""
+    """Bytes of both moments of a weight, or of its only one."""
+    is_sharded: bool = True
+    """Whether data-parallel ranks have shares of the optimizer's state, and gather the weights of the others."""
     offload_fraction: float = 0.0
     """Fraction of the optimizer's state that is in main memory."""
     offload_overlap: bool = True
@@ -144,6 +146,7 @@ def workload_of(training: Training, device: Device, rates: Rates) -> Workload:
         overlap_dp=flags.overlap_grad_reduce,
         gradient_bytes=training.optim.gradient_bytes,
         moment_bytes=training.optim.moment_bytes,
+        is_sharded=training.optim.is_sharded,
         offload_fraction=training.optim.offload_fraction,
         offload_overlap=training.optim.offload_overlap,
         imbalance=1.0 if rates.imbalance is None else rates.imbalance,

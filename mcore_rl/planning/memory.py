@@ -15,6 +15,7 @@ from pathlib import Path
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import LayerKind, ModelConfig
+from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.rl.rollout import InProcessConfig, ServedConfig
 from mcore_rl.families import family_of
 from mcore_rl.planning.activations import LayerActivations
@@ -50,6 +51,14 @@ STAGED_BUCKETS = 2
 def largest_layer(model: ModelConfig, kinds: Iterable[LayerKind], ep: int = 1) -> int:
     """Return the number of weights of the largest layer of a push, with all experts or one of `ep` shares of them."""
     return max((layer_weights(model, MeshConfig(ep=ep), kind).total for kind in {*kinds}), default=0)
+
+
+def muon_state_bytes(optim: OptimConfig, weights: Weights, frozen: int, copy: int) -> int:
+    """Return the bytes of Muon's whole state: of each weight a `copy` and a moment, and of Adam's another moment.
+    `frozen` routers' weights have none.
+    """
+    by_adam = weights.vectors + (0 if optim.muon.router else weights.router - frozen)
+    return (weights.dense + weights.expert - frozen) * (copy + FP32_BYTES) + by_adam * FP32_BYTES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -374,6 +383,9 @@ class StageMemory:
             each = MAIN_COPY_BYTES[training.platform.precision] + optim.moment_bytes
             state = dense * each // copies + expert * each // expert_copies
             state = int((1 - optim.offload_fraction) * state)
+            if not optim.is_sharded:
+                frozen = weights.router if training.freezes_router else 0
+                state = muon_state_bytes(optim, weights, frozen, MAIN_COPY_BYTES[training.platform.precision])
             share = dense // copies + expert // expert_copies
             offloaded = int(optim.offload_fraction * OFFLOADED_BYTES * share)
             logits = self._logits(on_ranks.model) if is_last and on_ranks.model.head == "logits" else 0
@@ -509,7 +521,7 @@ def routes_of_rank(training: Training, stage: int) -> RouteBytes:
 
 
 STATE_BYTES = 12
-"""Bytes of a weight's optimizer state in a checkpoint, fp32 in every precision: the weight and two moments."""
+"""Bytes of a weight's Adam state in a checkpoint, fp32 in every precision: the weight and two moments."""
 TEXT_BYTES = 5
 """Bytes of a token's text in the files of samples."""
 
@@ -541,17 +553,21 @@ class Disk:
 def disk_of(training: Training) -> Disk:
     """Return the bytes that a whole run takes."""
     checkpoint, steps, whole = training.checkpoint, training.steps, MeshConfig()
-    weights, num_trained = Weights(), 0
+    weights, state = Weights(), 0
     # A checkpoint holds every model that is trained, including a critic.
     for model in (model for model in training.models if model.trains):
         (stage,) = with_adapters(weights_by_stage(model.model, whole), model.lora, model.model, whole)
         is_left_out = model.lora.is_on and checkpoint.weights == "adapters"
         weights += stage.adapters if is_left_out else stage
-        num_trained += (stage.adapters if model.lora.is_on else stage).trainable
+        assert model.optim is not None
+        if model.optim.is_sharded:
+            state += STATE_BYTES * (stage.adapters if model.lora.is_on else stage).trainable
+        else:
+            state += muon_state_bytes(model.optim, stage, 0, MAIN_COPY_BYTES[training.platform.precision])
     element = 2 if training.platform.precision == "bf16" else 4
     saves = -(-steps // (checkpoint.interval or steps))
     return Disk(
-        checkpoint=weights.total * element + num_trained * STATE_BYTES + weights.fp32_buffers * FP32_BYTES,
+        checkpoint=weights.total * element + state + weights.fp32_buffers * FP32_BYTES,
         num_checkpoints=saves if checkpoint.keep == "all" else min(saves, checkpoint.keep + 1),
         samples=_samples(training),
     )

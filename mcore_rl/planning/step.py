@@ -262,11 +262,15 @@ def _finish(work: Workload, slowest: float) -> dict[str, float]:
         return dense + roof.ring(weights.expert * element, expert_dp, mesh.ep * mesh.etp)
 
     reduce, gather = exchange(work.gradient_bytes), exchange(roof.element)
+    if not work.is_sharded:
+        reduce, gather = 2 * reduce, 0.0  # reduced gradients are gathered, and no weights
     if work.overlap_dp:
         hidden = slowest / mesh.vpp
         reduce = max(reduce - hidden, LEAST_EXPOSED * reduce)
         gather = max(gather - hidden / 3, LEAST_EXPOSED * gather)
     share = weights.dense / dense_dp + weights.expert / expert_dp
+    if not work.is_sharded:
+        share = float(weights.dense + weights.expert)
     on_device = share * (1 - work.offload_fraction)
     parts = {
         "gradients": reduce,

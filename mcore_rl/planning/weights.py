@@ -22,6 +22,8 @@ class Weights:
     """Number of weights of routed experts: on expert_dp ranks."""
     router: int = 0
     """Number of the routers' weights, which are counted among the dense weights too."""
+    vectors: int = 0
+    """Number of the dense weights, and of the experts', that Adam updates beside Muon, but for the routers'."""
     fp32_buffers: int = 0
     """Numbers that no gradient trains, fp32 in every precision: experts' biases, the shift of scores."""
     frozen: int = 0
@@ -66,7 +68,7 @@ def weights_by_stage(model: ModelConfig, mesh: MeshConfig) -> list[Weights]:
     kinds = layer_kinds_by_stage(model, mesh)
     each = {kind: layer_weights(model, mesh, kind) for kind in model.all_kinds}
     stages = [sum((each[kind] * count for kind, count in counts.items()), start=Weights()) for counts in kinds]
-    embedding = Weights(dense=model.padded_vocab_size * model.hidden_size // mesh.tp)
+    embedding = _vectors(model.padded_vocab_size * model.hidden_size // mesh.tp)
     stages[0] += embedding
     if not family_of(model).is_latent:
         # Each chunk has its own tables.
@@ -75,7 +77,7 @@ def weights_by_stage(model: ModelConfig, mesh: MeshConfig) -> list[Weights]:
     hidden = model.hidden_size
     if model.head == "score":
         # The last norm and the head, which every rank has whole, and the shift of scores.
-        stages[-1] += Weights(dense=2 * hidden, fp32_buffers=1)
+        stages[-1] += _vectors(2 * hidden) + Weights(fp32_buffers=1)
         return stages
     # The last stage has its own copy of the embedding if the output is tied to it, or an MTP layer needs it.
     if mesh.pp > 1 and (model.tied_embeddings or model.mtp_layers):
@@ -85,12 +87,16 @@ def weights_by_stage(model: ModelConfig, mesh: MeshConfig) -> list[Weights]:
     # The last norm is on the stage of the last layer if multi-token-prediction layers follow it.
     by_stage = layers_by_stage(model, mesh)
     beside = max(range(mesh.pp), key=lambda stage: max(by_stage[stage], default=-1))
-    stages[beside if model.mtp_layers else -1] += Weights(dense=hidden)
+    stages[beside if model.mtp_layers else -1] += _vectors(hidden)
     for _ in range(model.mtp_layers):
         projection = 2 * hidden * hidden // mesh.tp
-        stages[-1] += Weights(dense=projection + 3 * hidden)  # norms of embedding, hidden state and output
+        stages[-1] += _vectors(projection + 3 * hidden)  # norms of embedding, hidden state and output
         stages[-1] += each[model.mtp_kind]
     return stages
+
+
+def _vectors(count: int) -> Weights:
+    return Weights(dense=count, vectors=count)
 
 
 def layers_by_chunk(model: ModelConfig, mesh: MeshConfig) -> list[list[range]]:
@@ -123,22 +129,25 @@ def layer_weights(model: ModelConfig, mesh: MeshConfig, kind: LayerKind) -> Weig
         mixer = _latent_attention(model, mesh.tp)
     else:
         mixer = _attention(model, family, mesh.tp)
-    dense = mixer + 2 * hidden  # the two norms
+    mixer += _vectors(2 * hidden)  # the two norms
     frozen = Weights(frozen=_indexer(model) if kind.mixer == "indexed" else 0)
     # Each layer of latent attention has its own tables.
     tables = _yarn_tables(model, model.mla.qk_rope_head_dim if family.is_latent else 0)
     if not kind.is_moe:
-        return Weights(dense + 3 * hidden * model.ffn_hidden_size // mesh.tp) + tables + frozen
+        return mixer + Weights(3 * hidden * model.ffn_hidden_size // mesh.tp) + tables + frozen
     biases = family.has_linear_bias
     router = moe.num_experts * (hidden + (1 if biases else 0))
     shared_gate = hidden if family.has_shared_expert_gate else 0
-    shared = 3 * hidden * moe.shared_width // mesh.tp + shared_gate
-    expert = 3 * hidden * moe.ffn_hidden_size // mesh.etp + ((2 * moe.ffn_hidden_size + hidden) if biases else 0)
+    shared = 3 * hidden * moe.shared_width // mesh.tp
+    bias, local = (2 * moe.ffn_hidden_size + hidden if biases else 0), moe.num_experts // mesh.ep
     return (
-        Weights(
-            dense + router + shared,
-            moe.num_experts // mesh.ep * expert,
+        mixer
+        + _vectors(shared_gate)
+        + Weights(
+            router + shared,
+            local * (3 * hidden * moe.ffn_hidden_size // mesh.etp + bias),
             router,
+            vectors=local * bias,
             fp32_buffers=moe.num_experts if moe.expert_bias else 0,
             loads=moe.num_experts if moe.expert_bias else 0,
         )
@@ -151,31 +160,29 @@ def _yarn_tables(model: ModelConfig, width: int) -> Weights:
     return Weights(buffers=2 * model.rope.original_length * width if model.rope.scaling == "yarn" else 0)
 
 
-def _attention(model: ModelConfig, family: Family, tp: int) -> int:
+def _attention(model: ModelConfig, family: Family, tp: int) -> Weights:
     # With fewer key/value heads than ranks, each rank has a part of a head and gathers the product.
     hidden, head = model.hidden_size, model.head_dim
     heads, gates = model.num_heads, model.num_heads if family.has_output_gate else 0
     projected = head * (heads + gates + 2 * model.num_kv_heads) // tp
-    weights = hidden * (projected + head * heads // tp)
-    if family.has_qkv_bias(model):
-        weights += projected
+    vectors = projected if family.has_qkv_bias(model) else 0
     if family.has_qk_norm(model):
         # A norm over all heads is whole on every tensor-parallel rank.
-        weights += head * (model.num_heads + model.num_kv_heads) if family.has_full_qk_norm else 2 * head
+        vectors += head * (model.num_heads + model.num_kv_heads) if family.has_full_qk_norm else 2 * head
     if family.has_linear_bias:
-        weights += hidden  # the bias of the output
+        vectors += hidden  # the bias of the output
     if family.has_attention_sinks:
-        weights += heads // tp
-    return weights
+        vectors += heads // tp
+    return Weights(hidden * (projected + head * heads // tp)) + _vectors(vectors)
 
 
-def _delta_net(model: ModelConfig, tp: int) -> int:
+def _delta_net(model: ModelConfig, tp: int) -> Weights:
     # The gated norm is whole on every tensor-parallel rank.
     delta, hidden = model.delta, model.hidden_size
     convolved = 2 * delta.query_width + delta.value_width
     projected = convolved + delta.value_width + 2 * delta.value_heads
-    split = hidden * (projected + delta.value_width) + delta.conv_width * convolved + 2 * delta.value_heads
-    return split // tp + delta.value_dim
+    vectors = (delta.conv_width * convolved + 2 * delta.value_heads) // tp + delta.value_dim
+    return Weights(hidden * (projected + delta.value_width) // tp) + _vectors(vectors)
 
 
 def delta_state_bytes(model: ModelConfig, tp: int, element: int) -> int:
@@ -194,18 +201,18 @@ def _indexer(model: ModelConfig) -> int:
     return queries + (hidden + 2) * shape.width + hidden * shape.heads
 
 
-def _latent_attention(model: ModelConfig, tp: int) -> int:
+def _latent_attention(model: ModelConfig, tp: int) -> Weights:
     # Down-projections are whole on every tensor-parallel rank.
     hidden, mla, heads = model.hidden_size, model.mla, model.num_heads // tp
     query = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
     if mla.q_lora_rank:
-        # The 1 is the norm of the latent.
-        weights = (hidden + 1) * mla.q_lora_rank + mla.q_lora_rank * query
+        weights = hidden * mla.q_lora_rank + mla.q_lora_rank * query
     else:
         weights = hidden * query
-    weights += hidden * (mla.kv_lora_rank + mla.qk_rope_head_dim) + mla.kv_lora_rank
+    weights += hidden * (mla.kv_lora_rank + mla.qk_rope_head_dim)
     weights += mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-    return weights + heads * mla.v_head_dim * hidden
+    # The norms are of the latents.
+    return Weights(weights + heads * mla.v_head_dim * hidden) + _vectors((mla.q_lora_rank or 0) + mla.kv_lora_rank)
 
 
 def with_adapters(weights: list[Weights], lora: LoraConfig, model: ModelConfig, mesh: MeshConfig) -> list[Weights]:

@@ -13,7 +13,6 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePred
 from torch import Tensor
 
 from mcore_rl.config.optim import OptimConfig
-from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.agree import world_max
 from mcore_rl.train.optimizer import by_muon
 
@@ -54,10 +53,8 @@ def build_muon(
     overrides: dict[ParamKey, Any],
 ) -> FiniteSteps:
     """Collective over the world: build Muon for the matrices of `chunks` and Adam for the rest. `settings` are what
-    both have in common, and `overrides` the weights that do not decay. Raises ConfigError without the package.
+    both have in common, and `overrides` the weights that do not decay.
     """
-    if not emerging_optimizers.HAVE_EMERGING_OPTIMIZERS:
-        raise ConfigError('optim.kind="muon" needs emerging-optimizers 0.3: `pip install \'mcore-rl[muon]\'`.')
     rest = ParamWithNamePredicate(name="rest", fn=lambda param, name: not by_muon(config, param, name))
     # Megatron refuses overrides of the optimizer, but for those that an entry of this table has.
     emerging_optimizers._EMERGING_OPTIMIZERS[NAME] = emerging_optimizers.EmergingOptimizerEntry(

@@ -12,16 +12,14 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 
-from mcore_rl.config.optim import OptimConfig
+from mcore_rl.config.optim import OptimConfig, absent_muon
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.platform import Platform
 
 STYLES = {"cosine": "cosine", "linear": "linear", "wsd": "WSD", "constant": "constant"}
 EMBEDDINGS = ("embedding.word_embeddings.weight", "output_layer.weight")
 BY_ADAM = (*EMBEDDINGS, "eh_proj.weight", "shared_experts.gate_weight")
-"""Ends of names of matrices that Muon leaves to Adam: inputs and outputs of the model and of its MTP layers, and gates of
-one row.
-"""
+"""Ends of names of matrices that Muon leaves to Adam: a model's input and output, MTP's projection, gates."""
 QK_NORMS = ("q_layernorm.", "k_layernorm.")
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PRECISION_AWARE = ("master_weights", "exp_avg_dtype", "exp_avg_sq_dtype", "use_decoupled_grad")
@@ -32,7 +30,7 @@ def build_optimizer(
     config: OptimConfig, platform: Platform, chunks: Sequence[DistributedDataParallel]
 ) -> MegatronOptimizer:
     """Collective over the world: build AdamW for `chunks`, with its state sharded over the data-parallel ranks, or Muon
-    and AdamW with whole states.
+    and AdamW with whole states. Raises ConfigError if this machine lacks what the config asks for.
     """
     settings = OptimizerConfig(
         optimizer="adam",
@@ -60,6 +58,8 @@ def build_optimizer(
     undecayed = ParamWithNamePredicate(name="undecayed", fn=lambda param, name: not decays(config, param, name))
     overrides = {ParamKey(with_name_predicate=undecayed): ParamGroupOverride(wd_mult=0.0)}
     if config.kind == "muon":
+        if absent := absent_muon():
+            raise ConfigError(absent)
         from mcore_rl.train.muon import build_muon  # needs Megatron-Core 0.19
 
         return build_muon(config, settings, chunks, overrides)

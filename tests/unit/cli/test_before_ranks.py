@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,7 @@ from mcore_rl.cli.cli import main
 from mcore_rl.config.load import dump_config, load_config
 from mcore_rl.config.preferences import DPOConfig, RewardModelConfig
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.config.run import LogConfig, RunConfig
+from mcore_rl.config.run import LogConfig, PretrainConfig, RunConfig
 from mcore_rl.config.sft import SFTConfig
 from mcore_rl.errors import ConfigError, DataError, TrainingError
 from tests.forked import run_command
@@ -149,7 +150,30 @@ def test_a_run_without_rewards_is_no_config_of_an_evaluation(
 
 def test_a_logger_that_is_not_installed_is_refused_before_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    found = list(absent_packages(LogConfig(sinks=("jsonl", "tensorboard", "wandb", "trackio", "mine:Sink"))))
+    found = list(absent_packages(PretrainConfig(log=LogConfig(sinks=("jsonl", "wandb", "trackio", "mine:Sink")))))
     assert len(found) == 2
     assert "pip install 'mcore-rl[wandb]'" in found[0] and "pip install 'mcore-rl[trackio]'" in found[1]
-    assert list(absent_packages(LogConfig())) == []
+    assert list(absent_packages(PretrainConfig())) == []
+
+
+@pytest.mark.parametrize(
+    ("versions", "is_refused"),
+    [
+        ({"megatron-core": "0.19.2", "emerging-optimizers": "0.3.0"}, False),
+        ({"megatron-core": "0.19.2"}, True),
+        ({"megatron-core": "0.16.1", "emerging-optimizers": "0.3.0"}, True),
+        ({"megatron-core": "0.19.2", "emerging-optimizers": "999.9.9"}, True),
+    ],
+)
+def test_muon_is_refused_before_ranks_without_its_packages(
+    versions: dict[str, str], is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(name: str) -> list[SimpleNamespace]:
+        return [SimpleNamespace(version=versions[name])] if name in versions else []
+
+    monkeypatch.setattr("mcore_rl.config.optim.distributions", found)
+    messages = list(absent_packages(load_config(PretrainConfig, None, ["optim.kind=muon"])))
+    assert len(messages) == is_refused and all("mcore-rl[muon]" in message for message in messages)
+    critic = ["rl.advantage.kind=gae", "rl.advantage.critic.optim.kind=muon"]
+    messages = list(absent_packages(load_config(RlRunConfig, None, critic)))
+    assert len(messages) == is_refused and all("critic.optim.kind" in message for message in messages)

@@ -154,6 +154,19 @@ def test_a_precision_aware_optimizer_has_the_bytes_that_megatron_builds(fields):
     assert counted.gradients == of_gradient * (counted.numbers + counted.gaps)
 
 
+@pytest.mark.matrix("gpt_oss-fp32-{'pp': 2, 'ep': 2, 'tp': 2}")
+@pytest.mark.parametrize(
+    "case", MESHES + [("qwen3_next", "bf16", {"pp": 2, "tp": 2}, 4, 0)], ids=lambda case: "-".join(map(str, case[:3]))
+)
+def test_muon_has_the_bytes_that_megatron_builds_on_every_data_parallel_rank(case):
+    pytest.importorskip("emerging_optimizers", reason="Muon needs Python 3.12 and emerging-optimizers")
+    *shape, world, mtp_layers = case
+    config, pp = config_of(*shape, mtp_layers), shape[2].get("pp", 1)
+    config = config.model_copy(update={"optim": config.optim.model_copy(update={"kind": "muon"})})
+    ranks = [(stage + 1) * world // pp - 1 for stage in range(pp)]
+    assert [excess for excess, _ in excesses(config, world, 64, ranks)] == [NOTHING] * pp
+
+
 @pytest.mark.matrix("0.4")
 @pytest.mark.parametrize("fraction", [0.4, 1.0])
 def test_a_hybrid_optimizer_has_the_bytes_that_megatron_puts_into_main_memory(fraction):

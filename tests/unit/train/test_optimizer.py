@@ -1,6 +1,10 @@
 """Weight decay, the learning-rate schedule and Adam, against closed forms."""
 
+import json
 import math
+import os
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,10 +12,17 @@ import pytest
 import torch
 from torch import nn
 
-from mcore_rl.config.optim import OptimConfig
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.optim import MuonConfig, OptimConfig
+from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import ConfigError
+from mcore_rl.megatron.mesh import build_mesh, seed_ranks
 from mcore_rl.megatron.patches.standins import FusedAdam
-from mcore_rl.train.optimizer import build_optimizer, build_schedule, decays
+from mcore_rl.megatron.platform import start
+from mcore_rl.model.build import build_model
+from mcore_rl.train.optimizer import build_optimizer, build_schedule, by_muon, decays
+from tests.ranks import run_ranks
+from tests.tiny_models import TINY
 
 
 class Groups:
@@ -93,6 +104,42 @@ def test_embeddings_and_query_norms_decay_as_asked() -> None:
     config = OptimConfig(decay_embeddings=False, decay_qk_norms=True)
     assert not decays(config, torch.empty(4, 4), "module.output_layer.weight")
     assert decays(config, torch.empty(4), "decoder.layers.0.self_attention.k_layernorm.weight")
+
+
+def parameters_by_optimizer() -> dict[str, dict[str, list[str]]]:
+    """On a rank: for each family's model the parameters of Muon and of Adam, all layers' as one."""
+    tables: dict[str, dict[str, list[str]]] = {}
+    models = TINY | {"deepseek_v3, mtp_layers=1": TINY["deepseek_v3"].model_copy(update={"mtp_layers": 1})}
+    models["qwen3_moe, head=score"] = TINY["qwen3_moe"].model_copy(update={"head": "score"})
+    settings = PlatformConfig(layers="torch", precision="fp32")
+    platform, mesh = start(settings), build_mesh(MeshConfig())
+    seed_ranks(1)
+    for family, model in models.items():
+        (chunk,) = build_model(model, mesh, platform, settings)
+        found: dict[str, set[str]] = {"muon": set(), "adam": set()}
+        for name, param in chunk.named_parameters():
+            # Megatron-Core 0.16 and 0.19 have two names for a layer of multi-token prediction.
+            plain = re.sub(r"\.\d+\.", ".*.", re.sub("(transformer|mtp_model)_layer", "layer", name))
+            if param.requires_grad:
+                found["muon" if by_muon(OptimConfig(kind="muon"), param, name) else "adam"].add(plain)
+        tables[family] = {kind: sorted(names) for kind, names in found.items()}
+    return tables
+
+
+def test_every_familys_parameters_have_the_optimizer_that_people_last_read() -> None:
+    """After a change that is meant: RENEW_GOLDEN=1 python -m pytest tests/unit/train/test_optimizer.py."""
+    golden = Path(__file__).parents[2] / "golden/optimizers.json"
+    (tables,) = run_ranks(parameters_by_optimizer, 1)
+    if os.environ.get("RENEW_GOLDEN"):
+        golden.write_text(json.dumps(tables, indent=1) + "\n")
+    assert tables == json.loads(golden.read_text())
+
+
+def test_the_routers_matrices_can_be_muons_and_experts_biases_cannot() -> None:
+    config = OptimConfig(kind="muon", muon=MuonConfig(router=True))
+    assert by_muon(config, torch.empty(8, 4), "decoder.layers.0.mlp.router.weight")
+    assert not by_muon(config, torch.empty(8), "decoder.layers.0.mlp.router.bias")
+    assert not by_muon(config, torch.empty(2, 4), "decoder.layers.0.mlp.experts.linear_fc1.bias")
 
 
 def test_adam_equals_torchs() -> None:
