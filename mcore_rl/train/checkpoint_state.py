@@ -132,27 +132,19 @@ def load_full_state(state: TrainState, stored: StoredCheckpoint) -> list[str]:
 
 def _put_optimizer(state: TrainState, loaded: dict[str, Any]) -> None:
     inner = state.optimizer.chained_optimizers
-    outer = _parts(state, loaded["optimizer"])
-    parts = [_inner(part) for part in outer]
+    parts = _parts(state, loaded["optimizer"])
     # Megatron would take rates, betas and decay from the checkpoint's parameter groups, or fail if they do not match.
-    groups = [group for part in parts for group in part["param_groups"]]
+    groups = [group for part in parts for group in _inner(part)["param_groups"]]
     steps = [{"step": group["step"]} for group in groups if "step" in group]
     step = steps[0] if steps else {}  # none before the first step
     for optimizer, part in zip(inner, parts, strict=True):
-        is_sharded = state.config.optim.is_sharded
-        # The distributed optimizer knows its weights; torch's take them by number. Muon counts no steps.
-        own = optimizer.optimizer.param_groups if is_sharded else optimizer.optimizer.state_dict()["param_groups"]
-        part["param_groups"] = [
-            {name: value for name, value in group.items() if name != "params" or not is_sharded}
-            | ({} if "momentum" in group else step)
-            for group in own
-        ]
-        part.setdefault("state", {})  # of a stage that has none of its weights
-    if not state.config.optim.is_sharded:
-        for part in (part for part in outer if "optimizer" in part):
-            copies = part.get(COPIES, {})
-            groups = range(len(part["optimizer"]["param_groups"]))
-            part[COPIES] = [[copy for _, copy in sorted(copies.get(index, {}).items())] for index in groups]
+        if state.config.optim.is_sharded:
+            part["optimizer"]["param_groups"] = [
+                {name: value for name, value in group.items() if name != "params"} | step
+                for group in optimizer.optimizer.param_groups
+            ]
+        else:
+            _complete(part, optimizer.optimizer.state_dict()["param_groups"], step)
     with torch.no_grad():
         state.optimizer.load_state_dict(loaded["optimizer"])
     settle_loaded_step(state.optimizer)
@@ -176,6 +168,18 @@ def _number_copies(state: TrainState, optimizer: dict[Any, Any]) -> None:
         for table, name in ((part, COPIES), (_inner(part), "state")):
             if not table.get(name, True):
                 del table[name]
+
+
+def _complete(part: dict[str, Any], groups: list[dict[str, Any]], step: dict[str, int]) -> None:
+    """Add a run's own parameter groups to what was loaded for an optimizer with whole states, and undo
+    `_number_copies`. Muon counts no steps.
+    """
+    inner = _inner(part)
+    inner["param_groups"] = [group | ({} if "momentum" in group else step) for group in groups]
+    inner.setdefault("state", {})
+    if inner is not part:
+        copies = part.get(COPIES, {})
+        part[COPIES] = [[copy for _, copy in sorted(copies.get(index, {}).items())] for index in range(len(groups))]
 
 
 def _inner(part: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,10 @@
-"""Muon on every kind of mesh, against its formula in float64; its checkpoints, and steps that it skips."""
+"""Muon on every kind of mesh, against its formula in float64; its checkpoints, and steps that it skips.
+
+python -m tests.parallel.test_muon          prints the table of docs/algorithms.md
+"""
 
 import math
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +37,7 @@ from tests.parallel.parity import (
 from tests.parallel.parity import config_of as config_of_steps
 from tests.parallel.test_checkpoint_resume import killed_in_step_three
 from tests.ranks import run_ranks
-from tests.tiny_models import TINY
+from tests.tiny_models import TINY, shallow
 
 pytest.importorskip("emerging_optimizers", reason="Muon needs Python 3.12, Megatron-Core 0.19 and emerging-optimizers")
 
@@ -159,18 +163,25 @@ def assert_by_formula(config: PretrainConfig, initial: Tensors, rounding: float 
 
 
 CASES = [("qwen3_moe", mesh) for mesh in ("tp2", "ep2", "pp2", "dp2", "tp2-ep2", "tp2-etp2", "cp2", "pp2-vpp2")]
-CASES += [("deepseek_v3", mesh) for mesh in ("tp2", "tp2-ep2", "dp2-overlapped")] + [("gpt_oss", "tp2-ep2")]
+CASES += [("deepseek_v3", mesh) for mesh in ("tp2", "tp2-ep2", "pp2")] + [("gpt_oss", "tp2-ep2")]
+OVERLAPPED = MeshConfig(dp=2, overlap_grad_reduce=True)
 
 
+@cache
+def on_one_rank(model: ModelConfig) -> tuple[Tensors, list[dict[str, Any]]]:
+    """The random weights of a model, and the steps of a single rank from them."""
+    config = muon(config_of_steps(model, MeshConfig()))
+    initial = random_weights(config)
+    return initial, steps_of(config, initial)
+
+
+@pytest.mark.matrix("qwen3_moe-tp2", "qwen3_moe-ep2", "qwen3_moe-pp2", "qwen3_moe-dp2", "deepseek_v3-tp2-ep2")
 @pytest.mark.parametrize(("family", "mesh"), CASES, ids=[f"{family}-{mesh}" for family, mesh in CASES])
 def test_muon_is_its_formula_in_float64_on_every_mesh(family: str, mesh: str) -> None:
     """Gradients are compared with one rank's too, because Muon's step does not depend on the size of a gradient."""
-    fields = {"overlap_grad_reduce": True} if mesh == "dp2-overlapped" else {}
-    on_mesh = MeshConfig(dp=2, **fields) if fields else MESHES[mesh]
-    single = muon(config_of_steps(TINY[family], MeshConfig()))
-    initial = random_weights(single)
-    ours = assert_by_formula(muon(config_of_steps(TINY[family], on_mesh)), initial)
-    reference = steps_of(single, initial)
+    on_mesh = OVERLAPPED if mesh == "dp2" else MESHES[mesh]
+    initial, reference = on_one_rank(shallow(TINY[family], on_mesh))
+    ours = assert_by_formula(muon(config_of_steps(shallow(TINY[family], on_mesh), on_mesh)), initial)
     for one, other in zip(ours, reference, strict=True):
         assert one["norm"] == pytest.approx(other["norm"], rel=1e-5)
         worst = relative_errors(one["gradients"], other["gradients"])
@@ -178,7 +189,7 @@ def test_muon_is_its_formula_in_float64_on_every_mesh(family: str, mesh: str) ->
 
 
 @pytest.mark.parametrize(
-    "fields", [{"nesterov": False}, {"router": True, "momentum": 0.8}, {"extra_scale_factor": 1.0}]
+    "fields", [{"nesterov": False, "router": True}, {"momentum": 0.8, "extra_scale_factor": 1.0}], ids=["mean", "size"]
 )
 def test_fields_of_muon_are_those_of_its_formula(fields: dict[str, Any]) -> None:
     config = muon(config_of_steps(SMALL, MeshConfig()), **fields)
@@ -225,6 +236,7 @@ def config_of(run_dir: Path, model: ModelConfig, mesh: MeshConfig, precision: An
     return muon(checkpointing.config_of(run_dir, model, mesh, precision, **options))
 
 
+@pytest.mark.matrix("fp32-tp2-ep2", "bf16-stage-without-experts")
 @pytest.mark.parametrize(
     ("model", "mesh", "precision"),
     [
@@ -246,6 +258,7 @@ def test_a_run_that_was_killed_resumes_bit_equal(
     assert parts[0].losses | parts[1].losses == {step: whole.losses[step] for step in (3, 4, 5)}
 
 
+@pytest.mark.matrix("fp32")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_run_goes_on_alike_on_another_mesh(precision: Any, tmp_path: Path) -> None:
     """Bit-equal is only the same mesh; in bf16 the losses' sums have another order too."""
@@ -272,3 +285,28 @@ def test_a_state_of_the_other_optimizer_is_refused_and_its_weights_are_taken(tmp
             tmp_path / f"from {Path(config.run_dir).name}", SMALL, MeshConfig(), load=path, load_optimizer=False
         )
         assert list(run(anew, until=1).losses) == [1]
+
+
+def print_table() -> None:
+    """Print how far each mesh is from one rank and from the formula, after three steps of the tiny Qwen3-MoE."""
+    initial, reference = on_one_rank(TINY["qwen3_moe"])
+    last = reference[-1]["weights"]
+    print(f"largest move of a weight: {max(distance(last[key], initial[key]).abs().max() for key in last):.1e}")
+    for name in ("1", "tp2", "ep2", "pp2", "dp2", "cp2", "tp2-ep2", "tp2-etp2", "pp2-vpp2", "tp2-pp2"):
+        config = muon(config_of_steps(TINY["qwen3_moe"], MESHES[name]))
+        formula, steps = Formula(config, initial), steps_of(config, initial)
+        for count, step in enumerate(steps, start=1):
+            formula.step(count, step["gradients"])
+        ours = steps[-1]["weights"]
+        gradients = max(
+            max(relative_errors(one["gradients"], other["gradients"]).values())
+            for one, other in zip(steps, reference, strict=True)
+        )
+        norms = max(abs(one["norm"] / other["norm"] - 1) for one, other in zip(steps, reference, strict=True))
+        weights = max(distance(ours[key], last[key]).abs().max() for key in last)
+        exact = max(distance(ours[key], value).abs().max() for key, value in formula.weights.items())
+        print(f"| {name} | {weights:.1e} | {exact:.1e} | {gradients:.1e} | {norms:.1e} |", flush=True)
+
+
+if __name__ == "__main__":
+    print_table()
