@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, emerging_optimizers, get_megatron_optimizer
-from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
+from megatron.core.optimizer.optimizer_config import ParamKey
 from torch import Tensor
 
 from mcore_rl.config.optim import OptimConfig
 from mcore_rl.megatron.agree import world_max
-from mcore_rl.train.optimizer import by_muon
 
 NAME = "muon_by_matrix"
 
@@ -51,16 +50,16 @@ def build_muon(
     settings: OptimizerConfig,
     chunks: Sequence[DistributedDataParallel],
     overrides: dict[ParamKey, Any],
+    rest: ParamKey,
 ) -> FiniteSteps:
-    """Collective over the world: build Muon for the matrices of `chunks` and Adam for the rest. `settings` are what
+    """Collective over the world: build Muon for the weights of `chunks`, but Adam for the `rest`. `settings` are what
     both have in common, and `overrides` the weights that do not decay.
     """
-    rest = ParamWithNamePredicate(name="rest", fn=lambda param, name: not by_muon(config, param, name))
     # Megatron refuses overrides of the optimizer, but for those that an entry of this table has.
     emerging_optimizers._EMERGING_OPTIMIZERS[NAME] = emerging_optimizers.EmergingOptimizerEntry(
         optimizer_cls=MuonByMatrix,
         config_to_kwargs=emerging_optimizers._muon_config_to_kwargs,
-        default_param_overrides={ParamKey(with_name_predicate=rest): {"optimizer": "adam"}},
+        default_param_overrides={rest: {"optimizer": "adam"}},
     )
     settings.optimizer = NAME
     # The other modes orthogonalize the part of a matrix that a rank has, or sum in an order that depends on the mesh.

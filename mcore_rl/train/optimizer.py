@@ -62,7 +62,8 @@ def build_optimizer(
             raise ConfigError(absent)
         from mcore_rl.train.muon import build_muon  # needs Megatron-Core 0.19
 
-        return build_muon(config, settings, chunks, overrides)
+        rest = ParamWithNamePredicate(name="rest", fn=lambda param, name: not by_muon(config, param, name))
+        return build_muon(config, settings, chunks, overrides, ParamKey(with_name_predicate=rest))
     optimizer = get_megatron_optimizer(
         settings, list(chunks), config_overrides=overrides, use_gloo_process_groups=False
     )

@@ -4,6 +4,7 @@ python -m tests.parallel.test_muon          prints the table of docs/algorithms.
 """
 
 import math
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -291,7 +292,9 @@ def print_table() -> None:
     """Print how far each mesh is from one rank and from the formula, after three steps of the tiny Qwen3-MoE."""
     initial, reference = on_one_rank(TINY["qwen3_moe"])
     last = reference[-1]["weights"]
-    print(f"largest move of a weight: {max(distance(last[key], initial[key]).abs().max() for key in last):.1e}")
+    sys.stdout.write(
+        f"largest move of a weight: {max(distance(last[key], initial[key]).abs().max() for key in last):.1e}\n"
+    )
     for name in ("1", "tp2", "ep2", "pp2", "dp2", "cp2", "tp2-ep2", "tp2-etp2", "pp2-vpp2", "tp2-pp2"):
         config = muon(config_of_steps(TINY["qwen3_moe"], MESHES[name]))
         formula, steps = Formula(config, initial), steps_of(config, initial)
@@ -305,7 +308,7 @@ def print_table() -> None:
         norms = max(abs(one["norm"] / other["norm"] - 1) for one, other in zip(steps, reference, strict=True))
         weights = max(distance(ours[key], last[key]).abs().max() for key in last)
         exact = max(distance(ours[key], value).abs().max() for key, value in formula.weights.items())
-        print(f"| {name} | {weights:.1e} | {exact:.1e} | {gradients:.1e} | {norms:.1e} |", flush=True)
+        sys.stdout.write(f"| {name} | {weights:.1e} | {exact:.1e} | {gradients:.1e} | {norms:.1e} |\n")
 
 
 if __name__ == "__main__":

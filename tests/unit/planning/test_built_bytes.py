@@ -156,7 +156,7 @@ def test_a_precision_aware_optimizer_has_the_bytes_that_megatron_builds(fields):
 
 @pytest.mark.matrix("gpt_oss-fp32-{'pp': 2, 'ep': 2, 'tp': 2}")
 @pytest.mark.parametrize(
-    "case", MESHES + [("qwen3_next", "bf16", {"pp": 2, "tp": 2}, 4, 0)], ids=lambda case: "-".join(map(str, case[:3]))
+    "case", [*MESHES, ("qwen3_next", "bf16", {"pp": 2, "tp": 2}, 4, 0)], ids=lambda case: "-".join(map(str, case[:3]))
 )
 def test_muon_has_the_bytes_that_megatron_builds_on_every_data_parallel_rank(case):
     pytest.importorskip("emerging_optimizers", reason="Muon needs Python 3.12 and emerging-optimizers")
