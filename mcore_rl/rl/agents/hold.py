@@ -34,7 +34,7 @@ from mcore_rl.rl.agents.answers import (
 from mcore_rl.rl.agents.anthropic import chat_body, message_answer
 from mcore_rl.rl.agents.endpoint import Endpoint, RefusedError
 from mcore_rl.rl.agents.run import Run, run_agent
-from mcore_rl.rl.agents.session import Call, Session, common_length
+from mcore_rl.rl.agents.session import Call, Session, common_length, identity
 from mcore_rl.rl.engines.base import Engine, Sampling, asking_or_none, sampling_of
 from mcore_rl.rl.environments.conversations import failed_trials
 from mcore_rl.rl.rewards.score import NO_ANSWER, FailedPart
@@ -271,7 +271,7 @@ class AgentSessions:
             # A sample has a token of the policy, which has routes and is not trained on.
             rules = replace(sampling, max_new_tokens=1)
             [only] = self._ask(session, session.prompt, rules, [session.seed])
-            session.calls.append(Call(prompt_T=session.prompt.tokens_T, completion=only, text=only.text))
+            session.record(Call(prompt_T=session.prompt.tokens_T, completion=only, text=only.text))
 
     def _groups(self, prompts: Sequence[Prompt], futures_PG: "Sequence[Sequence[Future[Session]]]") -> list[Group]:
         groups = []
@@ -342,7 +342,7 @@ class AgentSessions:
             if session.is_closed:
                 raise RefusedError("the session has ended", status=403)
             if is_there() and not any(call is calls[0] for call in session.calls):
-                session.calls += calls
+                session.record(*calls)
         return answer
 
     def _made(
@@ -361,7 +361,7 @@ class AgentSessions:
             if num_calls + count > agent.max_calls:
                 session.refused = "turns"
                 raise RefusedError(f"the session has made rl.agent.max_calls={agent.max_calls} calls", status=403)
-            prompt_T, raw = self._prompt(session, kind, body, tools)
+            prompt_T, raw, keys = self._prompt(session, kind, body, tools)
             room = session.room(prompt_T, count)
             room = min(room, self._engine.capabilities.max_tokens - len(prompt_T))
             asked = body.max_completion_tokens or body.max_tokens or sampling.max_new_tokens
@@ -391,7 +391,7 @@ class AgentSessions:
                     text=text,
                     messages=(*body.messages, message) if raw else (),
                     raw=(*raw, {"role": "assistant", "content": text}) if raw else (),
-                    tools=tools,
+                    keys=(*keys, identity(message)) if raw else (),
                 )
             )
             choices.append(choice_of(n, completion, text, message, body, chat))
@@ -401,8 +401,10 @@ class AgentSessions:
 
     def _prompt(
         self, session: Session, kind: str, body: Body, tools: tuple[Mapping[str, Any], ...]
-    ) -> tuple[tuple[int, ...], tuple[Mapping[str, Any], ...]]:
-        """Return the tokens before the answer, and the messages for the template; empty for raw completions."""
+    ) -> tuple[tuple[int, ...], tuple[Mapping[str, Any], ...], tuple[str, ...]]:
+        """Return the tokens before the answer, the messages for the template, and keys of the request; the last two are
+        empty for raw completions.
+        """
         if kind != "text_completion":
             if not body.messages or body.messages[-1]["role"] == "assistant":
                 raise RefusedError("messages must end with a turn that the assistant answers")
@@ -420,7 +422,7 @@ class AgentSessions:
             prompt_T = session.text_prompt(body.prompt, self._chat.decode, self._tokenizer.encode)
         if not prompt_T:
             raise RefusedError("prompt: it has no tokens")
-        return prompt_T, ()
+        return prompt_T, (), ()
 
 
 def _end(session: Session) -> EpisodeEnd:

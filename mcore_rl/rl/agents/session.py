@@ -29,12 +29,23 @@ class Call:
     """Messages of the request and the answer as the agent saw them; empty for raw completions."""
     raw: tuple[Message, ...] = ()
     """The same as the template is given them: turns of the policy are the text that it wrote."""
-    tools: tuple[Mapping[str, Any], ...] = ()
+    keys: tuple[str, ...] = ()
+    """The tools and messages, of which later requests are compared with it, by `identity`."""
 
     @property
     def tokens_T(self) -> tuple[int, ...]:
         """All tokens up to the end of the answer."""
         return self.prompt_T + self.completion.tokens_T
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of all tokens up to the end of the answer."""
+        return len(self.prompt_T) + len(self.completion.tokens_T)
+
+    def begins(self, tokens_T: tuple[int, ...]) -> bool:
+        """Return whether tokens begin with all of the call's. The answer comes first, as it mostly settles it."""
+        start, answer_T = len(self.prompt_T), self.completion.tokens_T
+        return tokens_T[start : start + len(answer_T)] == answer_T and tokens_T[:start] == self.prompt_T
 
 
 def identity(message: Message) -> str:
@@ -95,6 +106,10 @@ class Session:
     """Number of which the padded length of each segment is a multiple."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     calls: list[Call] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    """Index of the call that each call continues; -1: it begins a segment."""
+    texts: list[str] = field(default_factory=list)
+    """Texts of the first calls' tokens, which requests by text are compared with."""
     open: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Tokens, and number, of the calls that each request in progress may become."""
     asked: Counter[tuple[int, ...]] = field(default_factory=Counter)
@@ -115,23 +130,23 @@ class Session:
         messages: Sequence[Message],
         tools: tuple[Mapping[str, Any], ...],
         document_ends: frozenset[int],
-    ) -> tuple[tuple[int, ...], tuple[Message, ...]]:
-        """Return the tokens before the answer, and messages for the template. A request that continues a recorded call
-        extends its tokens; otherwise the template renders the messages as sent, as a server in production would.
+    ) -> tuple[tuple[int, ...], tuple[Message, ...], tuple[str, ...]]:
+        """Return the tokens before the answer, messages for the template, and keys of the request (`Call.keys`). A
+        request that continues a recorded call extends its tokens; otherwise the template renders the messages as sent,
+        as a server in production would.
         """
-        keys = [identity(message) for message in messages]
+        keys = (json.dumps(tools, sort_keys=True), *map(identity, messages))
         raw = tuple(map(for_template, messages))
         reason = "its messages do not begin with those of an earlier call"
-        for call in sorted(self.calls, key=lambda call: -len(call.messages)):
-            count = len(call.messages)
-            if not 0 < count < len(keys) or call.tools != tools or keys[:count] != [*map(identity, call.messages)]:
+        for call in sorted(self.calls, key=lambda call: -len(call.keys)):
+            if not call.keys or keys[: len(call.keys)] != call.keys or len(keys) == len(call.keys):
                 continue
             last = call.completion.tokens_T[-1]
             if last in document_ends and last not in chat.turn_end_ids:
                 reason = "the turn before ended the document"
                 break
             before, is_closed = Conversation(messages=call.raw[:-1], tools=tools), last in chat.turn_end_ids
-            answer, replies = call.raw[-1], raw[count:]
+            answer, replies = call.raw[-1], raw[len(call.raw) :]
             try:
                 rest = chat.reply(before, answer["content"], replies, is_closed=is_closed)
             except DataError as error:
@@ -143,17 +158,17 @@ class Session:
                     rest = chat.reply_parsed(before, answer, replies, is_closed=is_closed)
                 except DataError:
                     break
-            return (*call.tokens_T, *rest), (*call.raw[:-1], answer, *replies)
+            return (*call.tokens_T, *rest), (*call.raw[:-1], answer, *replies), keys
         if self.calls:
             self.branches.append(reason)
-        return tuple(chat.prompt(Conversation(messages=raw, tools=tools))), raw
+        return tuple(chat.prompt(Conversation(messages=raw, tools=tools))), raw, keys
 
     def text_prompt(
         self, prompt: str, decode: Callable[[Sequence[int]], str], encode: Callable[[str], Sequence[int]]
     ) -> tuple[int, ...]:
         """Return the tokens of a raw prompt, which extends a recorded call if its text begins with that call's."""
-        texts = [(decode(call.tokens_T), call) for call in self.calls]
-        for text, call in sorted(texts, key=lambda pair: -len(pair[0])):
+        self.texts += [decode(call.tokens_T) for call in self.calls[len(self.texts) :]]
+        for text, call in sorted(zip(self.texts, self.calls, strict=True), key=lambda pair: -len(pair[0])):
             if prompt.startswith(text):
                 return (*call.tokens_T, *encode(prompt[len(text) :]))
         if self.calls:
@@ -164,28 +179,44 @@ class Session:
         """Return seeds that depend on the session and the tokens, and not on which of two requests came first."""
         first = self.asked[prompt_T]
         self.asked[prompt_T] += count
+        text = repr((self.seed, prompt_T))[:-1]
         digests = [
-            hashlib.blake2b(repr((self.seed, prompt_T, n)).encode(), digest_size=8).digest()
-            for n in range(first, first + count)
+            hashlib.blake2b(f"{text}, {n})".encode(), digest_size=8).digest() for n in range(first, first + count)
         ]
         return [int.from_bytes(digest, "little") >> 1 for digest in digests]  # a seed is a positive int64
 
     def room(self, prompt_T: tuple[int, ...], count: int) -> int:
         """Return how many tokens each of `count` answers to these tokens may have."""
-        leaves = [path[-1].tokens_T for path in self.paths()]
-        others = [leaf for leaf in leaves if prompt_T[: len(leaf)] != leaf]
-        used = sum(padded(len(leaf), self.multiple) for leaf in others) + sum(
-            tokens for tokens, _ in self.open.values()
-        )
+        others = [call for call in map(self.calls.__getitem__, self._leaves()) if not call.begins(prompt_T)]
+        used = sum(padded(call.num_tokens, self.multiple) for call in others)
+        used += sum(tokens for tokens, _ in self.open.values())
         return (self.max_tokens - used) // count // self.multiple * self.multiple - len(prompt_T)
+
+    def record(self, *calls: Call) -> None:
+        """Add calls. Each continues the earlier call with the most tokens that its prompt begins with. A prompt may
+        begin so by chance, and with tokens of newer weights than its answer: these it does not continue.
+        """
+        for call in calls:
+            longest_first = sorted(range(len(self.calls)), key=lambda n: -self.calls[n].num_tokens)
+            begun = (
+                n
+                for n in longest_first
+                if self.calls[n].completion.versions[-1].version <= call.completion.policy_version
+                and self.calls[n].begins(call.prompt_T)
+            )
+            self.parents.append(next(begun, -1))
+            self.calls.append(call)
+
+    def _leaves(self) -> list[int]:
+        """Return the calls that no other call continues, the newest last."""
+        return sorted({*range(len(self.calls))} - {*self.parents})
 
     def paths(self) -> list[list[Call]]:
         """Return the calls of each branch, in order; the newest call ends the last branch. Branches may share calls."""
-        parents = [_parent(self.calls, n) for n in range(len(self.calls))]
         found = []
-        for leaf in sorted({*range(len(self.calls))} - {*parents}):
+        for leaf in self._leaves():
             numbers = [leaf]
-            while (parent := parents[numbers[-1]]) >= 0:
+            while (parent := self.parents[numbers[-1]]) >= 0:
                 numbers.append(parent)
             found.append([self.calls[n] for n in reversed(numbers)])
         return found
@@ -215,20 +246,6 @@ class Session:
             failure=self.failure,
             follows_prompt=common > 0,
         )
-
-
-def _parent(calls: Sequence[Call], n: int) -> int:
-    """Return the call with the most tokens that the prompt of call `n` begins with; -1 if there is none. A prompt may
-    begin so by chance, and with tokens of newer weights than its answer: these it does not continue.
-    """
-    prompt_T, version = calls[n].prompt_T, calls[n].completion.policy_version
-    before = [
-        m
-        for m in range(n)
-        if prompt_T[: len(calls[m].tokens_T)] == calls[m].tokens_T
-        and calls[m].completion.versions[-1].version <= version
-    ]
-    return max(before, key=lambda m: len(calls[m].tokens_T), default=-1)
 
 
 def common_length(sessions: Sequence[Session]) -> int:

@@ -5,9 +5,11 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import pytest
@@ -22,11 +24,12 @@ from mcore_rl.errors import TrainingError
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.schedule import run_pass
 from mcore_rl.rl import workers
+from mcore_rl.rl.agents import session as session_module
 from mcore_rl.rl.agents.answers import format_of, message_of
 from mcore_rl.rl.agents.anthropic import chat_body
 from mcore_rl.rl.agents.endpoint import RefusedError
 from mcore_rl.rl.agents.hold import try_agent
-from mcore_rl.rl.agents.session import Call, Session, common_length
+from mcore_rl.rl.agents.session import Call, Session, common_length, identity
 from mcore_rl.rl.batch import LogprobHead, PolicyMicrobatch, evaluating, make_microbatch
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.native.engine import MegatronEngine
@@ -36,7 +39,7 @@ from mcore_rl.rl.workers import WorkerPool
 from tests.conversing import END, chat_of, config_of, held, problems
 from tests.hf_models import VOCAB, Oracle
 from tests.served_model import ModelAnswers
-from tests.sessions import PROGRAM, REQUESTS, TOOLS, Scripted, agent_config, run_sessions, script, turn_of
+from tests.sessions import PROGRAM, REQUESTS, TOOLS, Scripted, agent_config, run_sessions, script, turn_of, user
 
 SIX = problems(*"123456")
 
@@ -391,7 +394,7 @@ def test_every_call_of_a_random_tree_begins_a_segment_or_goes_on_and_is_trained_
         # The logprob names the token: call, then place.
         logprobs = tuple(-float(100 * n + t + 1) for t in range(len(tokens_T)))
         completion = dataclasses.replace(turn_of(tokens_T), logprobs_T=logprobs)
-        session.calls.append(Call(prompt_T=prompt_T, completion=completion, text=""))
+        session.record(Call(prompt_T=prompt_T, completion=completion, text=""))
     common = common_length([session])
     one = session.completion(common, "done")
     prompt = Prompt(problem=SIX[0].problem, tokens_T=session.paths()[0][0].prompt_T[:common])
@@ -419,10 +422,10 @@ def test_versions_of_a_session_are_those_of_its_calls_also_where_a_later_branch_
     calls = [((1, 2), (3, 4), 5), ((9,), (8, 8, 8), 5), ((1, 2, 3, 4, 6), (7,), 7), ((9, 8, 8, 8, 1), (2, 2), 6)]
     for prompt_T, tokens_T, version in calls:
         one = dataclasses.replace(turn_of(tokens_T), versions=single_version(version, len(tokens_T)))
-        session.calls.append(Call(prompt_T=prompt_T, completion=one, text=""))
+        session.record(Call(prompt_T=prompt_T, completion=one, text=""))
     # By chance it begins with an answer of newer weights, which it therefore cannot have read.
     late = dataclasses.replace(turn_of((4,)), versions=single_version(6, 1))
-    session.calls.append(Call(prompt_T=(1, 2, 3, 4, 6, 7, 7), completion=late, text=""))
+    session.record(Call(prompt_T=(1, 2, 3, 4, 6, 7, 7), completion=late, text=""))
     one = session.completion(2, "done")
     assert one.tokens_T == (3, 4, 6, 7, 9, 8, 8, 8, 1, 2, 2, 1, 2, 3, 4, 6, 7, 7, 4)
     assert one.segments == (4, 11)
@@ -442,12 +445,44 @@ def test_the_room_of_a_call_is_what_other_branches_leave(multiple: int, wanted: 
     """A branch has 9 of the 30 tokens, and the request extends another branch, which ends at 4 of its tokens."""
     session = session_of(32 if multiple == 8 else 30, multiple)
     for prompt_T, tokens_T in (((1, 2), (3, 4)), ((5, 5, 5, 5), (6, 6, 6, 6, 6))):
-        session.calls.append(Call(prompt_T=prompt_T, completion=turn_of(tokens_T), text=""))
+        session.record(Call(prompt_T=prompt_T, completion=turn_of(tokens_T), text=""))
     # 30 - 9 - 4; with a multiple, 32 less 16 for the branch of 9, and the rest is for a segment of 16.
     assert session.room((1, 2, 3, 4), 1) == (wanted if multiple == 1 else 12)
     assert session.room((1, 2, 3, 4, 7, 8), 2) == (4 if multiple == 1 else 2)
     session.open[0] = (8, 1)
     assert session.room((1, 2, 3, 4), 1) == (9 if multiple == 1 else 4)
+
+
+@pytest.mark.parametrize("forks", [False, True])
+def test_a_call_costs_no_more_after_many_calls_than_its_own_history(
+    forks: bool, theirs: Oracle, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counts what a request looks at: its own messages, and of the calls before it those that it may continue."""
+    tokenizer, chat = chat_of(agent_config(theirs.ours, ""), folder)
+    counts: Counter[str] = Counter()
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: counts.update([name]) or function(*args)
+
+    monkeypatch.setattr(Call, "begins", counted("begins", Call.begins))
+    monkeypatch.setattr(session_module, "identity", counted("identity", identity))
+    decode = counted("decode", chat.decode)
+    session, messages, looked_at = session_of(10**6), [user("go")], []
+    for n in range(30):
+        counts.clear()
+        prompt_T, raw, keys = session.chat_prompt(chat, messages, (), frozenset())
+        session.room(prompt_T, 1)
+        session.text_prompt("another", decode, tokenizer.encode)
+        answer = {"role": "assistant", "content": f"a{n}"}
+        one = turn_of((*tokenizer.encode(f"a{n}"), END))
+        said = {"messages": (*messages, answer), "raw": (*raw, answer), "keys": (*keys, identity(answer))}
+        session.record(Call(prompt_T=prompt_T, completion=one, text="", **said))
+        assert counts["identity"] == len(messages) and counts["decode"] == min(n, 1)
+        looked_at.append(counts["begins"])
+        messages = [user(f"other {n}")] if forks else [*messages, answer, user("more")]
+    # The newest call for the room, and once more to continue it; of branches each, as any of them may be continued.
+    assert looked_at == ([2 * n for n in range(30)] if forks else [0, *[2] * 29])
+    assert len(session.paths()) == (30 if forks else 1)
 
 
 def test_twelve_turns_with_two_tools_and_another_agent_are_one_history_and_one_branch(
