@@ -1,7 +1,9 @@
 """Answers of a fake server by the native engine, on weights of its own that updates replace."""
 
+import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.families import weight_map
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.model.build import copy_in, unwrap
 from mcore_rl.rl.batch import evaluating, without_capacity
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.sampling import Cut
-from tests.fake_server import Answer, Asked
+from tests.fake_server import Answer, Asked, FakeServer
 from tests.generating import engine_on, loaded, prompt_of
 from tests.hf_weights import to_global
 from tests.served_adapters import with_adapter
@@ -105,3 +108,25 @@ class ModelAnswers:
         tensors = with_adapter(self.tensors, Path(folder))
         with ONE_AT_A_TIME:
             return ModelAnswers(loaded(self.model, tensors, self.mesh), self.mesh, self.model, tensors)
+
+
+@contextmanager
+def two_servers(
+    model: ModelConfig, mesh: Mesh, kind: str = "vllm", weights: Mapping[str, Tensor] | None = None
+) -> Iterator[tuple[list[FakeServer], list[str]]]:
+    """Two servers that compute, and the words of a config that name them. They begin with these weights, or with zeros,
+    which are not those of any run.
+    """
+    start = weights or {name: torch.zeros(shape) for name, shape in weight_map(model).hf_shapes.items()}
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(
+                FakeServer(
+                    ModelAnswers(loaded(model, start, mesh), mesh, model, start),
+                    kind,
+                    logprobs_mode="processed_logprobs",
+                )
+            )
+            for _ in range(2)
+        ]
+        yield servers, [f"rl.engine.kind={kind}", f"rl.engine.urls={json.dumps([server.url for server in servers])}"]

@@ -3,13 +3,17 @@
 import json
 import string
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy
 import pytest
 import torch
 
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.run import PlatformConfig
+from mcore_rl.megatron.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks
+from mcore_rl.megatron.platform import start
 from tests.forked import run_command
 from tests.tokenizer_files import save_tokenizer
 
@@ -172,3 +176,13 @@ def write_rl_config(folder: Path) -> Path:
 def rl_file(tmp_path: Path) -> Path:
     """The config of that run in `tmp_path/rl`."""
     return write_rl_config(tmp_path)
+
+
+@pytest.fixture
+def mesh() -> Iterator[Mesh]:
+    """One rank in the test's process, for the models of its servers."""
+    start(PlatformConfig())
+    mesh = build_mesh(MeshConfig())
+    seed_ranks(1)
+    yield mesh
+    destroy_mesh()

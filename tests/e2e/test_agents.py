@@ -4,26 +4,17 @@ same through servers, and as an environment.
 
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 
 from mcore_rl.api import read_metrics
 from mcore_rl.config.load import load_config
-from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.config.run import PlatformConfig
-from mcore_rl.families import weight_map
-from mcore_rl.megatron.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks
-from mcore_rl.megatron.platform import start
-from tests.e2e.test_rl import COMPUTED, computed
-from tests.fake_server import FakeServer
+from mcore_rl.megatron.mesh import Mesh
+from tests.e2e.test_rl import SERVED, computed
 from tests.forked import succeed
-from tests.generating import loaded
-from tests.served_model import ModelAnswers
+from tests.served_model import two_servers
 
 WORDS = (
     *("mesh.tp=1", "mesh.ep=1", "train.steps=8", "train.eval_interval=8", "checkpoint.interval=4"),
@@ -63,36 +54,6 @@ SMALL = (
     *("rl.rollout.prompts_per_step=4", "rl.rollout.group_size=4", "rl.agent.sessions=8"),
     "rl.agent.function=tests.sessions:compacting",
 )
-NAMES = (*(name for name in COMPUTED if "reference" not in name), "rollout/mismatch_kl_nats")
-
-
-@pytest.fixture
-def mesh() -> Iterator[Mesh]:
-    start(PlatformConfig())
-    mesh = build_mesh(MeshConfig())
-    seed_ranks(1)
-    yield mesh
-    destroy_mesh()
-
-
-@contextmanager
-def servers_of(rl_file: Path, mesh: Mesh, kind: str = "vllm") -> Iterator[tuple[list[FakeServer], list[str]]]:
-    """Two servers that begin with other weights, and the words that name them."""
-    model = load_config(RlRunConfig, rl_file, SMALL).model
-    zeros = {name: torch.zeros(shape) for name, shape in weight_map(model).hf_shapes.items()}
-    with ExitStack() as stack:
-        servers = [
-            stack.enter_context(
-                FakeServer(
-                    ModelAnswers(loaded(model, zeros, mesh), mesh, model, zeros),
-                    kind,
-                    logprobs_mode="processed_logprobs",
-                )
-            )
-            for _ in range(2)
-        ]
-        urls = json.dumps([server.url for server in servers])
-        yield servers, [f"rl.engine.kind={kind}", f"rl.engine.urls={urls}"]
 
 
 @pytest.mark.full
@@ -101,13 +62,13 @@ def test_losses_of_an_agent_through_servers_are_those_of_the_native_engine(
 ) -> None:
     """Sessions of two segments with routes; a server breaks an answer once, which the agent does not notice."""
     succeed("mcore_rl.programs.rl", [rl_file, *SMALL])
-    wanted = computed(tmp_path / "rl", NAMES)
+    wanted = computed(tmp_path / "rl", SERVED)
     assert len(wanted) == 7 and any(numbers.get("policy/loss") for numbers in wanted.values())
-    with servers_of(rl_file, mesh) as (servers, words):
+    with two_servers(load_config(RlRunConfig, rl_file, SMALL).model, mesh) as (servers, words):
         servers[0].faults = [("/inference/v1/generate", "null_logprob")]
         succeed("mcore_rl.programs.rl", [rl_file, *SMALL, *words, f"run_dir={tmp_path / 'served'}"])
         assert min(len(server.rollouts()) for server in servers) > 10
-    found = computed(tmp_path / "served", NAMES)
+    found = computed(tmp_path / "served", SERVED)
     assert found.keys() == wanted.keys()
     for step, numbers in wanted.items():
         assert found[step] == pytest.approx(numbers, rel=1e-4, abs=1e-6)
@@ -123,7 +84,7 @@ def test_sessions_that_run_while_the_policy_trains_have_tokens_of_the_bound_and_
 ) -> None:
     """Sessions of two segments, of which some began before an update of the weights and went on after it."""
     stale = ("rl.rollout.max_staleness=1", "rl.loss.importance_sampling=truncate", "rl.samples.interval=1")
-    with servers_of(rl_file, mesh, kind) as (_, words):
+    with two_servers(load_config(RlRunConfig, rl_file, SMALL).model, mesh, kind) as (_, words):
         succeed("mcore_rl.programs.rl", [rl_file, *SMALL, *words, *stale, "optim.lr=1e-2"])
     metrics = read_metrics(tmp_path / "rl")
     assert 0 < max(metrics["rollout/staleness_max"].values()) <= 1

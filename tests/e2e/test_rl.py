@@ -29,6 +29,8 @@ from tests.parallel.test_reward_model_runs import write_language_model
 from tests.ranks import run_ranks
 
 COMPUTED = ("policy/loss", "policy/kl_reference_nats", "train/grad_norm", "reward/mean", "eval/reward")
+SERVED = (*(name for name in COMPUTED if "reference" not in name), "rollout/mismatch_kl_nats")
+"""Metrics of a run without a reference, which are the same whichever engine samples."""
 
 
 def computed(run_dir: Path, names: tuple[str, ...] = COMPUTED) -> dict[int, dict[str, float]]:

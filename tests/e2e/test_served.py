@@ -6,8 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,25 +15,22 @@ import pytest
 import torch
 
 from mcore_rl.config.load import load_config
-from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.config.run import PlatformConfig
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.families import weight_map
-from mcore_rl.megatron.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks
-from mcore_rl.megatron.platform import start
+from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.model.build import copy_in
 from mcore_rl.model.hf_stream import WeightStream
 from mcore_rl.rl.rollouts.rollout import sample_seed
 from mcore_rl.storage.checkpoint import find_checkpoint
 from tests.conversion import read_dist
 from tests.e2e.test_resume import running, wait_for_step
-from tests.e2e.test_rl import COMPUTED, computed
+from tests.e2e.test_rl import SERVED, computed
 from tests.emitted import assert_emitted
 from tests.fake_server import GENERATE, Asked, FakeServer, TableAnswers
 from tests.forked import begin_main, run_main, succeed
 from tests.generating import loaded
-from tests.served_model import ModelAnswers
+from tests.served_model import ModelAnswers, two_servers
 
 ROOT = Path(__file__).parents[2]
 SMALL = (
@@ -42,16 +38,6 @@ SMALL = (
     *("checkpoint.interval=none", "rl.rollout.prompts_per_step=4", "rl.rollout.group_size=4", "replay.kind=r3"),
     *("rl.samples.interval=none", "rl.loss.kl_coeff=0", "rl.loss.reference_refresh_rollouts=none"),
 )
-NAMES = (*(name for name in COMPUTED if "reference" not in name), "rollout/mismatch_kl_nats")
-
-
-@pytest.fixture
-def mesh() -> Iterator[Mesh]:
-    start(PlatformConfig())
-    mesh = build_mesh(MeshConfig())
-    seed_ranks(1)
-    yield mesh
-    destroy_mesh()
 
 
 @pytest.mark.full
@@ -66,25 +52,14 @@ def test_losses_through_servers_are_those_of_the_native_engine(
     """
     small = (*SMALL, *changes)
     succeed("mcore_rl.programs.rl", [rl_file, *small])
-    wanted = computed(tmp_path / "rl", NAMES)
+    wanted = computed(tmp_path / "rl", SERVED)
     assert len(wanted) == 5 and any(numbers.get("policy/loss") for numbers in wanted.values())
 
-    model = load_config(RlRunConfig, rl_file, small).model
-    zeros = {name: torch.zeros(shape) for name, shape in weight_map(model).hf_shapes.items()}
-    with ExitStack() as stack:
-        servers = [
-            stack.enter_context(
-                FakeServer(
-                    ModelAnswers(loaded(model, zeros, mesh), mesh, model, zeros), logprobs_mode="processed_logprobs"
-                )
-            )
-            for _ in range(2)
-        ]
+    with two_servers(load_config(RlRunConfig, rl_file, small).model, mesh) as (servers, words):
         servers[0].faults = [("/inference/v1/generate", "null_logprob"), ("/reset_prefix_cache", "no_success")]
-        urls = json.dumps([server.url for server in servers])
-        engine = ["rl.engine.kind=vllm", f"rl.engine.urls={urls}", f"run_dir={tmp_path / 'served'}"]
+        engine = [*words, f"run_dir={tmp_path / 'served'}"]
         run = succeed("mcore_rl.programs.rl", [rl_file, *small, *engine])
-        found = computed(tmp_path / "served", NAMES)
+        found = computed(tmp_path / "served", SERVED)
         assert found.keys() == wanted.keys()
         for step, numbers in wanted.items():
             assert found[step] == pytest.approx(numbers, rel=1e-4, abs=1e-6)
@@ -129,7 +104,7 @@ def test_losses_through_servers_that_load_adapters_are_those_of_the_native_engin
     """Two servers that have the base."""
     small = (*SMALL, "lora.rank=8", "optim.lr=1e-2", "model.moe.balance=none")
     succeed("mcore_rl.programs.rl", [rl_file, *small])
-    wanted = computed(tmp_path / "rl", NAMES)
+    wanted = computed(tmp_path / "rl", SERVED)
     saved = read_dist(find_checkpoint(tmp_path / "rl"))
     base = {key: saved[key] for key in saved if not key.startswith("optimizer.") and ".adapter." not in key}
     model = load_config(RlRunConfig, rl_file, small).model
@@ -139,23 +114,13 @@ def test_losses_through_servers_that_load_adapters_are_those_of_the_native_engin
     weights = {
         name: tensor.clone() for bucket in WeightStream(chunks, mesh, model) for name, tensor in bucket.tensors.items()
     }
-    with ExitStack() as stack:
-        servers = [
-            stack.enter_context(
-                FakeServer(
-                    ModelAnswers(loaded(model, weights, mesh), mesh, model, weights), logprobs_mode="processed_logprobs"
-                )
-            )
-            for _ in range(2)
-        ]
-
-        urls = json.dumps([server.url for server in servers])
-        engine = ["rl.engine.kind=vllm", f"rl.engine.urls={urls}", "rl.engine.lora=adapter"]
-        succeed("mcore_rl.programs.rl", [rl_file, *small, *engine, f"run_dir={tmp_path / 'served'}"])
+    with two_servers(model, mesh, weights=weights) as (servers, words):
+        engine = [*words, "rl.engine.lora=adapter", f"run_dir={tmp_path / 'served'}"]
+        succeed("mcore_rl.programs.rl", [rl_file, *small, *engine])
         assert not any("update_weights" in path for server in servers for path in server.paths())
         assert min(len(server.rollouts()) for server in servers) > 10
         assert [len(server.adapters) for server in servers] == [1, 1]
-        found = computed(tmp_path / "served", NAMES)
+        found = computed(tmp_path / "served", SERVED)
         assert found.keys() == wanted.keys()
         for step, numbers in wanted.items():
             assert found[step] == pytest.approx(numbers, rel=1e-4, abs=1e-6)
@@ -168,20 +133,7 @@ def test_routes_of_newer_weights_at_older_tokens_are_warned_of_though_the_server
 ) -> None:
     """A server has sampled its completions when an update comes, and reads their routes after it, or before."""
     config = load_config(RlRunConfig, rl_file, SMALL)
-    model = config.model
-    zeros = {name: torch.zeros(shape) for name, shape in weight_map(model).hf_shapes.items()}
-    with ExitStack() as stack:
-        older, newer = (
-            stack.enter_context(
-                FakeServer(
-                    ModelAnswers(loaded(model, zeros, mesh), mesh, model, zeros),
-                    kind,
-                    logprobs_mode="processed_logprobs",
-                )
-            )
-            for _ in range(2)
-        )
-
+    with two_servers(config.model, mesh, kind) as ((older, newer), words):
         # Not those of the first batch, without which nothing is trained, nor of an evaluation.
         seeds = {sample_seed(config.train.seed, prompt, index) for prompt in range(16, 96) for index in range(4)}
 
@@ -195,9 +147,8 @@ def test_routes_of_newer_weights_at_older_tokens_are_warned_of_though_the_server
         if computes_again:
             older.tokens_before_pause = 12
             older.before_answer = partial(after_an_update, older)
-        urls = json.dumps([older.url, newer.url])
-        words = [f"rl.engine.kind={kind}", f"rl.engine.urls={urls}", "rl.rollout.max_staleness=1"]
-        words += ["rl.loss.importance_sampling=truncate", "train.eval_interval=none", "train.steps=6"]
+        words += ["rl.rollout.max_staleness=1", "train.eval_interval=none", "train.steps=6"]
+        words += ["rl.loss.importance_sampling=truncate"]
         words += ["train.global_batch=64", "rl.rollout.prompts_per_step=16", "optim.lr=1e-2"]
         words += ["rl.reward.length_min_tokens=11", "rl.reward.length_max_tokens=12", "rl.engine.requests=128"]
         run = run_main("mcore_rl.programs.rl", [rl_file, *SMALL, *words])
