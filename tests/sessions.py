@@ -130,8 +130,9 @@ def tooled(run: Run) -> float:
         messages.append({"role": "tool", "tool_call_id": call["id"], "content": str(result)})
 
 
-def twenty(run: Run) -> float:
-    return echo(run, 20)
+def calling(run: Run) -> float:
+    """Does as `echo`, as often as `calls` says."""
+    return echo(run, int(run.arguments["calls"]))
 
 
 async def patient(run: Run) -> float:

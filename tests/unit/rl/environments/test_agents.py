@@ -537,7 +537,9 @@ def test_twelve_turns_with_two_tools_and_another_agent_are_one_history_and_one_b
 
 @pytest.mark.full
 def test_sixty_four_sessions_of_twenty_calls_lose_nothing(theirs: Oracle, folder: Path, one_rank: Mesh) -> None:
-    config = agent_config(theirs.ours, "twenty", sessions=64, max_tokens=4000, timeout_s=280.0)
+    config = agent_config(
+        theirs.ours, "calling", sessions=64, max_tokens=4000, timeout_s=280.0, arguments={"calls": 20}
+    )
     _, chat = chat_of(config, folder)
     groups = run_sessions(config, Scripted(lambda _: "fine", chat), folder, one_rank, problems(*"a" * 64), group_size=1)
     assert [one.episode.failure for group in groups for one in group.completions] == [None] * 64
