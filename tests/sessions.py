@@ -201,7 +201,7 @@ REQUESTS: dict[str, tuple[str, Json | bytes, Json, int, str]] = {
     "json": (CHAT, {"messages": SAID, "response_format": {"type": "json_object"}}, {}, 400, "response_format"),
     "other tokens": (CHAT, {"messages": SAID, "top_logprobs": 3}, {}, 400, "top_logprobs"),
     "a forced tool": (CHAT, {"messages": SAID, "tool_choice": "required"}, {}, 400, "tool_choice"),
-    "tools without a format": (CHAT, {"messages": SAID, "tools": [{"function": {"name": "f"}}]}, {}, 400, "hermes, mistral"),
+    "tools without a format": (CHAT, {"messages": SAID, "tools": [{"function": {"name": "f"}}]}, {}, 400, "hermes, "),
     "an unknown field": (CHAT, {"messages": SAID, "guided_regex": "a+"}, {}, 400, "guided_regex"),
     "another key": (CHAT, {"messages": SAID}, {"Authorization": "Bearer sk-" + 32 * "0"}, 401, "key"),
     "no key": (CHAT, {"messages": SAID}, {"Authorization": ""}, 401, "key"),

@@ -266,7 +266,7 @@ def test_losses_with_a_teacher_on_a_server_are_those_of_the_teacher_in_the_train
     succeed("mcore_rl.programs.rl", [rl_file, *SMALL, f"run_dir={teacher}", "train.steps=2", "optim.lr=1e-2"])
     weights = weights_of_run(teacher, config, mesh)
     tokenizer = load_tokenizer(config.data.tokenizer)
-    names = (*NAMES, "teacher/kl_nats", "teacher/clamped_fraction")
+    names = (*SERVED, "teacher/kl_nats", "teacher/clamped_fraction")
     for kind, changes, num_ranks in (("vllm", (), 1), ("sglang", ("rl.distill.use=loss", "mesh.pp=2"), 2)):
         words = [rl_file, *SMALL, *TAUGHT, *changes]
         own = tmp_path / f"own_{kind}"
