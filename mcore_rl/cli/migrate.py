@@ -77,7 +77,8 @@ class _Translation:
 
     def _name(self, name: str) -> str:
         """Return the table's name of a setting."""
-        return self.table.get("renamed", {}).get(key := name.removeprefix(self.table.get("prefix", "")), key)
+        key = name.removeprefix(self.table.get("prefix", ""))
+        return str(self.table.get("renamed", {}).get(key, key))
 
     def _set_fields(self) -> None:
         expressions: dict[str, str] = self.table["fields"]

@@ -27,7 +27,8 @@ class MuonByMatrix(emerging_optimizers.TensorParallelMuon):
             update: Tensor = super().orthogonalize(p, grad, **settings)
             return update
         # Counted from the end, the axis that tensor parallelism splits is that of a matrix.
-        matrices: Tensor = self.scaled_orthogonalize_fn(grad, self.pg_collection.expt_tp, p.partition_dim - p.dim())
+        axis: int = p.partition_dim - p.dim()  # type: ignore[attr-defined]
+        matrices: Tensor = self.scaled_orthogonalize_fn(grad, self.pg_collection.expt_tp, axis)
         return matrices
 
 
