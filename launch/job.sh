@@ -402,9 +402,7 @@ MASTER_ADDR=${hosts[0]}
 MASTER_PORT=$((20000 + (job * 7 + attempt) % 10000))
 NUM_NODES=${#hosts[@]}
 MCORE_RL_FAILURES=$log/failures # each rank that knows of a cause writes it there
-MCORE_RL_SECRET_FILE=$log/.store_secret # the ranks sign their messages: everybody on the network reaches their store
-(umask 077 && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$MCORE_RL_SECRET_FILE")
-export MASTER_ADDR MASTER_PORT NUM_NODES MCORE_RL_FAILURES MCORE_RL_SECRET_FILE
+export MASTER_ADDR MASTER_PORT NUM_NODES MCORE_RL_FAILURES
 if [ -n "$is_bound" ]; then export MCORE_RL_BIND=$ranks_per_node; fi # each rank takes its share of the cores near its GPU
 if [ -n "$code_dir" ]; then
   # This copy of the code comes first; the working folder is for reward functions of the user. What strangers write is

@@ -37,7 +37,6 @@ from mcore_rl.workers.failures import (
     signal_name,
 )
 from mcore_rl.workers.forked_rank import PR_SET_PDEATHSIG, THREADS, ForkedRank, imported, stop_signals
-from mcore_rl.workers.signed_store import SECRET_FILE, write_secret
 
 POLL_S = 0.05
 GRACE_S = 5.0
@@ -54,7 +53,7 @@ OF_RANKS = frozenset(
     {
         *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"),
         *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID"),
-        *(FAILURES, STAGE_FILE, SECRET_FILE, TERMINAL),
+        *(FAILURES, STAGE_FILE, TERMINAL),
     }
 )
 """Environment variables of a rank, which other torch programs would mistake for their own."""
@@ -149,11 +148,9 @@ def launch_local(
     except _AskedToEndError as asked:
         return _ended_while_starting(asked.number)
     make_reserve(causes)
-    secret = (log_dir / ".store_secret").resolve()
     with full_disk_explained(log_dir):
-        write_secret(secret)
         (log_dir / NOT_WRITER).touch()
-    environment |= {FAILURES: str(causes), STAGE_FILE: str(stage), SECRET_FILE: str(secret)}
+    environment |= {FAILURES: str(causes), STAGE_FILE: str(stage)}
     if sys.stdout.isatty() and sys.stderr.isatty():
         # The ranks write to pipes, which have no width.
         environment |= {TERMINAL: "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
@@ -176,7 +173,6 @@ def launch_local(
         finally:
             _end(ranks)
             stage.unlink(missing_ok=True)
-            secret.unlink(missing_ok=True)
 
 
 def start_server(

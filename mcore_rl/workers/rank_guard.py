@@ -21,22 +21,19 @@ from types import TracebackType
 from typing import NoReturn
 
 import psutil
-from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors.handlers import get_error_handler
 
 from mcore_rl.errors import HUNG_STATUS, INTERRUPTED_STATUS, REFUSED_STATUS, McoreRlError, after_echo, error_text
 from mcore_rl.storage.files import machine_error, open_standard_streams
 from mcore_rl.workers.failures import Failure, Order, collected_in, first_cause, note_failure, rank_failure
 from mcore_rl.workers.launcher import rank_of_launcher, world_size_of_launcher
-from mcore_rl.workers.signed_store import SignedStore, secret_of_launcher
 
 LOOK_S = 1.0
 """Seconds between two looks at the store."""
 LINGER_S = 3.0
 """Seconds that a rank waits for the message of the rank that failed first, or for the other ranks to read its own."""
 CONNECT_S = 300.0
-LEAVE_S = 30.0
-"""Seconds that the store's host waits for ranks after another rank has overwritten their last message."""
 SILENT_S = 15.0
 """Seconds without a sign of a rank after which it is recorded as stopped or cut off."""
 MOST_NAMED = 4
@@ -74,6 +71,24 @@ class _Alone(AbstractContextManager[None]):
             raise SystemExit(2) from None
 
 
+class _Texts:
+    """Texts by key in a store."""
+
+    def __init__(self, store: PrefixStore) -> None:
+        self._store = store
+
+    def write(self, key: str, text: str) -> None:
+        self._store.set(key, text)
+
+    def read(self, key: str) -> str | None:
+        """Return the text under a key; None if there is none."""
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def claim(self, key: str, text: str) -> str:
+        """Set a text under a key unless a rank has done so before, and return the text that is there then."""
+        return bytes(self._store.compare_set(key, "", text)).decode()
+
+
 class _Guard(AbstractContextManager[None]):
     # Keys of the store: first, failure; host, sign, gone, heard and left of each rank.
     def __init__(self, rank: int, world_size: int) -> None:
@@ -93,11 +108,6 @@ class _Guard(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         faulthandler.enable(sys.__stderr__ or 2)
-        try:
-            secret = secret_of_launcher()
-        except McoreRlError as error:
-            sys.stderr.write(error_text(error) + "\n")
-            raise SystemExit(REFUSED_STATUS) from None
         store = TCPStore(
             os.environ.get("MASTER_ADDR", "127.0.0.1"),
             int(os.environ["MASTER_PORT"]),
@@ -109,7 +119,7 @@ class _Guard(AbstractContextManager[None]):
         )
         # The agent's store may outlive a restart of the ranks.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self.store = SignedStore(store, f"mcore_rl/rank_guard/{attempt}", secret)
+        self.store = _Texts(PrefixStore(f"mcore_rl/rank_guard/{attempt}", store))
         self.store.write(f"host/{self.rank}", platform.node())
         self._give_sign()
         self.watcher = threading.Thread(target=self._watch, name="rank_guard", daemon=True)
@@ -190,14 +200,8 @@ class _Guard(AbstractContextManager[None]):
             self.store.write(f"left/{self.rank}", "")
 
     def _wait_for_the_others(self) -> None:
-        # Others have LEAVE_S after their last message was overwritten.
-        waiting, overwritten_s = set(range(self.world_size)) - {self.rank}, 0.0
-        while True:
-            waiting = {rank for rank in waiting if self.store.read(f"left/{rank}") is None}
-            if all(self.store.exists(f"left/{rank}") for rank in waiting):
-                overwritten_s += LOOK_S / 10
-            if not waiting or overwritten_s > LEAVE_S:
-                return
+        waiting = set(range(self.world_size)) - {self.rank}
+        while waiting := {rank for rank in waiting if self.store.read(f"left/{rank}") is None}:
             time.sleep(LOOK_S / 10)
 
     def _fail(self, error: BaseException) -> NoReturn:
@@ -272,7 +276,7 @@ class _Guard(AbstractContextManager[None]):
         deadline = time.monotonic() + LINGER_S
         while self.is_host and time.monotonic() < deadline:
             others = set(range(self.world_size)) - {self.rank}
-            if all(self.store.exists(f"heard/{rank}") or self.store.exists(f"left/{rank}") for rank in others):
+            if all({self.store.read(f"{said}/{rank}") for said in ("heard", "left")} != {None} for rank in others):
                 return
             time.sleep(LOOK_S / 10)
 

@@ -10,7 +10,6 @@ import pytest
 
 from mcore_rl.workers.failures import FAILURES
 from mcore_rl.workers.launcher import free_port, launch_local
-from mcore_rl.workers.signed_store import SECRET_FILE, write_secret
 from tests.forked import begin_main, run_main
 from tests.ranks import TIMEOUT_S
 
@@ -206,39 +205,6 @@ def test_ranks_that_are_done_at_different_times_all_end_well(tmp_path):
 """,
     )
     assert outcome.statuses == [0, 0] and "Rank" not in "".join(outcome.errors)
-
-
-def test_nobody_without_the_secret_can_end_a_run(tmp_path):
-    """A stranger writes to the port what a rank that fails, and one that leaves, would write without signatures."""
-    write_secret(tmp_path / "secret")
-    outcome = run_bare(
-        tmp_path,
-        """
-    ignored = [pathlib.Path(f"{sys.argv[1]}_{other}") for other in range(2)]
-    write = sys.stderr.write
-
-    def note_and_write(text):
-        write(text)
-        if "without a valid signature" in text:
-            ignored[rank].touch()
-
-    sys.stderr.write = note_and_write
-    join()
-    if rank == 0:
-        stranger = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-        for key in ("failure", "first", "left/1", "sign/1"):
-            stranger.set("mcore_rl/rank_guard/0/" + key, '[1, "ValueError: forged"]')
-    while not all(path.exists() for path in ignored):  # until both ranks have looked at the store
-        time.sleep(0.05)
-    dist.all_reduce(torch.ones(1))
-    if rank == 1:
-        time.sleep(1)
-""",
-        **{SECRET_FILE: str(tmp_path / "secret")},
-    )
-    assert outcome.statuses == [0, 0], outcome.errors
-    for errors in outcome.errors:
-        assert errors.count("without a valid signature (key 'failure')") == 1 and "ends because" not in errors
 
 
 @pytest.mark.full

@@ -198,7 +198,7 @@ class Answered:
 
 
 class ServerApi(ABC):
-    """An inference server, by its table in `protocol.py`. Every method blocks, has a time limit, may be called from
+    """An inference server, by its table in `protocol.toml`. Every method blocks, has a time limit, may be called from
     several threads at the same time, and raises ServerError on failure.
     """
 
@@ -466,7 +466,7 @@ class ServerApi(ABC):
         numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdecimal())
         if not first <= numbers < beyond:
             dotted = [".".join(map(str, bound)) for bound in self.TRIED]
-            newer = ", newer than the table of its protocol (rl/engines/protocol.py)" if numbers >= beyond else ""
+            newer = ", newer than the table of its protocol (rl/engines/protocol.toml)" if numbers >= beyond else ""
             raise EngineError(
                 f"{self.url} is {self.KIND} {version}{newer}; tried are versions from {dotted[0]} to below "
                 f"{dotted[1]}. Install one of these."
