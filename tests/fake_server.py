@@ -1,9 +1,9 @@
 """An inference server that speaks vLLM's and SGLang's protocols, and fails as real ones do when it is told to.
 
-It is an interpreter of mcore_rl/rl/engines/protocol.toml: what the real servers refuse it refuses, and what they swallow,
-or die of, is a fault of the client, which fails the test at its end. Its answers come from an `Answers`: `TableAnswers`
-needs no model, `ModelAnswers` is the native engine on weights of its own, which updates replace. As a program (`python
-tests/fake_server.py --port 8000 ...`) it answers from a table.
+It is an interpreter of mcore_rl/rl/engines/protocol.toml: what the real servers refuse it refuses, and what they
+swallow, or die of, is a fault of the client, which fails the test at its end. Its answers come from an `Answers`:
+`TableAnswers` needs no model, `ModelAnswers` is the native engine on weights of its own, which updates replace. As a
+program (`python tests/fake_server.py --port 8000 ...`) it answers from a table.
 """
 
 import argparse

@@ -46,6 +46,15 @@ def reported_logprobs(logits_SV: Tensor, tokens: Sequence[int], asked: Asked) ->
     return logprobs_SV.gather(1, torch.tensor(tokens)[:, None]).squeeze(1).tolist()
 
 
+def by_token(logprobs_SV: Tensor, tokens: Sequence[int], top: int) -> list[dict[int, float]]:
+    """The logprobs of each token after the first and of the likeliest in its place, by token."""
+    likeliest_SK = logprobs_SV.topk(top).indices.tolist()
+    return [
+        {token: float(row_V[token]) for token in (*best_K, wanted)}
+        for row_V, best_K, wanted in zip(logprobs_SV, likeliest_SK, tokens[1:], strict=True)
+    ]
+
+
 class ModelAnswers:
     """The native engine on one rank. An update whose files lack a tensor leaves that tensor as it was."""
 
@@ -79,12 +88,7 @@ class ModelAnswers:
         )
 
     def score(self, tokens: Sequence[int], top: int = 0) -> list[dict[int, float]]:
-        logprobs_SV = self._logits(tokens)[:, : self.scored_ids].log_softmax(-1)
-        likeliest_SK = logprobs_SV.topk(top).indices.tolist()
-        return [
-            {token: float(row_V[token]) for token in (*best_K, wanted)}
-            for row_V, best_K, wanted in zip(logprobs_SV, likeliest_SK, tokens[1:], strict=True)
-        ]
+        return by_token(self._logits(tokens)[:, : self.scored_ids].log_softmax(-1), tokens, top)
 
     def _logits(self, tokens: Sequence[int]) -> Tensor:
         """Float64 `[tokens - 1, V]`: those that predict tokens 1, 2, ..."""

@@ -352,14 +352,17 @@ def turn_of(tokens_T: tuple[int, ...]) -> Completion:
 
 class Scripted(QuietEngine):
     """Answers with the text that a function makes of the prompt's text, whatever the seed; a token a character. The
-    logprobs are those of `score`, a function of all tokens, or -1.
+    logprobs are those of `score`, a function of all tokens (each row by token), or -1.
     """
 
     capabilities = Capabilities(max_tokens=100_000, routes=False, seeded=True)
     policy_version = 0
 
     def __init__(
-        self, script: Callable[[str], str], chat: Chat, score: Callable[[Sequence[int]], list[float]] | None = None
+        self,
+        script: Callable[[str], str],
+        chat: Chat,
+        score: Callable[[Sequence[int]], list[dict[int, float]]] | None = None,
     ) -> None:
         self._script, self._chat, self._score, self.prompts = script, chat, score, []
 
@@ -377,8 +380,9 @@ class Scripted(QuietEngine):
             tokens_T = (*(ord(letter) - 31 for letter in text), END)
             one = dataclasses.replace(turn_of(tokens_T), text=text)
             if self._score is not None:
-                logprobs = self._score(prompt.tokens_T + tokens_T)[-len(tokens_T) :]
-                one = dataclasses.replace(one, logprobs_T=tuple(logprobs))
+                rows = self._score(prompt.tokens_T + tokens_T)[-len(tokens_T) :]
+                logprobs_T = tuple(row[token] for row, token in zip(rows, tokens_T, strict=True))
+                one = dataclasses.replace(one, logprobs_T=logprobs_T)
             groups.append(Group(prompt=prompt, completions=(one,) * len(seeds)))
         return groups
 

@@ -149,7 +149,7 @@ def launch_local(
         return _ended_while_starting(asked.number)
     make_reserve(causes)
     with full_disk_explained(log_dir):
-        (log_dir / NOT_WRITER).touch()
+        (log_dir / NOT_WRITER).write_text("goes when a rank becomes the writer\n")  # bytes, which a full disk refuses
     environment |= {FAILURES: str(causes), STAGE_FILE: str(stage)}
     if sys.stdout.isatty() and sys.stderr.isatty():
         # The ranks write to pipes, which have no width.

@@ -24,6 +24,7 @@ WORDS = (
 )
 
 
+@pytest.mark.matrix("tests.sessions:compacting-r2")
 @pytest.mark.parametrize(("agent", "replay"), [("examples.agent:solve", "r3"), ("tests.sessions:compacting", "r2")])
 def test_a_run_with_an_agent_is_bit_equal_after_a_resume(
     agent: str, replay: str, rl_file: Path, tmp_path: Path
@@ -137,7 +138,8 @@ def test_losses_through_the_endpoint_are_those_of_the_same_task_as_an_environmen
     (tmp_path / "as_agent.py").write_text(AS_AGENT)
     monkeypatch.chdir(tmp_path)
     same = [word for word in WORDS if "agent" not in word and "reward.parts" not in word]
-    same += ["replay.kind=r3", "checkpoint.interval=none", 'rl.reward.parts=["environment","positions"]']
+    same += ["replay.kind=r3", "checkpoint.interval=none", "train.steps=4"]
+    same += ['rl.reward.parts=["environment","positions"]']
     environment = ["rl.environment.name=examples.environment:Retry", "rl.environment.arguments={tries=2}"]
     environment += ["rl.environment.max_turns=3", "rl.environment.max_tokens=80"]
     succeed("mcore_rl.programs.rl", [rl_file, *same, *environment])
@@ -145,7 +147,7 @@ def test_losses_through_the_endpoint_are_those_of_the_same_task_as_an_environmen
     agent.append(f"run_dir={tmp_path / 'agent'}")
     succeed("mcore_rl.programs.rl", [rl_file, *same, *agent])
     wanted, found = computed(tmp_path / "rl"), computed(tmp_path / "agent")
-    assert len(wanted) == 9 and any(numbers.get("policy/loss") for numbers in wanted.values())
+    assert len(wanted) == 5 and any(numbers.get("policy/loss") for numbers in wanted.values())
     assert max(read_metrics(tmp_path / "agent")["environment/turns"].values()) > 1.2
     assert found.keys() == wanted.keys()
     for step, numbers in wanted.items():

@@ -560,6 +560,7 @@ def test_r2_with_a_capacity_warns_and_logs_the_tokens_that_updates_drop(rl_file:
     assert last["moe/dropped_tokens"] > 0 and 0 < last["moe/dropped_fraction"] < 0.5
 
 
+@pytest.mark.full
 def test_the_report_of_a_finished_run_has_no_evaluation_and_no_start_that_never_wrote(
     rl_file: Path, config_file: Path, trained: Path, tmp_path: Path
 ) -> None:

@@ -257,7 +257,7 @@ def test_recomputing_activations_changes_nothing(targets: str, recompute: str) -
     assert_trains_as_one_rank("qwen3_moe", MESHES["tp2-etp2"], platform, targets=TARGETS[targets])
 
 
-@pytest.mark.matrix("1")
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", ["1", "tp2-etp2"])
 def test_adapters_train_in_16_bits(mesh: str) -> None:
     """The rank of experts, 2, is not one that torch's grouped products take in bf16. A few tokens go to other experts

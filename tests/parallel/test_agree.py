@@ -296,14 +296,14 @@ def test_work_of_hosts_may_take_longer_than_a_collective() -> None:
 
 
 def slow_hosts(port: int) -> tuple[int, str]:
-    """On a rank whose collectives wait 4 s: results of work that takes 6, on one rank after the other."""
+    """On a rank whose collectives wait 2 s: results of work that takes 3, on one rank after the other."""
     stop()
     os.environ["MASTER_PORT"] = str(port)  # where the group that ends has none of its connections
-    start(PlatformConfig(layers="torch", timeout_s=4.0))
+    start(PlatformConfig(layers="torch", timeout_s=2.0))
     rank = dist.get_rank()
 
     def slow(result: Any) -> Any:
-        time.sleep(6.0)
+        time.sleep(3.0)
         return result
 
     own = on_every_rank(lambda: slow(rank) if rank == 1 else rank)
@@ -312,9 +312,9 @@ def slow_hosts(port: int) -> tuple[int, str]:
 
 def test_a_rank_that_waits_long_for_others_names_them_at_growing_intervals() -> None:
     first, second, third = run_ranks(reported_waits, 3, free_port())
-    # Rank 1 works for 5 s, then ranks 0 and 2 do; the first of those who wait reports.
-    assert first == [f"rank 0 has waited {waited} s for rank 1" for waited in (1, 2, 4)]
-    assert second == [f"rank 1 has waited {waited} s for ranks 0, 2" for waited in (1, 2, 4)] and third == []
+    # Rank 1 works for 3 s, then ranks 0 and 2 do; the first of those who wait reports.
+    assert first == [f"rank 0 has waited {waited} s for rank 1" for waited in (1, 2)]
+    assert second == [f"rank 1 has waited {waited} s for ranks 0, 2" for waited in (1, 2)] and third == []
 
 
 def reported_waits(port: int) -> list[str]:
@@ -325,8 +325,8 @@ def reported_waits(port: int) -> list[str]:
     agree.NOTE_S, agree.FIRST_REPORT_S = 0.5, 1.0
     rank, told = dist.get_rank(), io.StringIO()
     with redirect_stderr(told):
-        on_every_rank(lambda: time.sleep(5.0) if rank == 1 else None)
-        on_every_rank(lambda: time.sleep(5.0) if rank != 1 else None)
+        on_every_rank(lambda: time.sleep(3.0) if rank == 1 else None)
+        on_every_rank(lambda: time.sleep(3.0) if rank != 1 else None)
     return told.getvalue().splitlines()
 
 

@@ -110,7 +110,7 @@ def result_of(run: Run, one: ReplayPass) -> dict[str, Any]:
 FAULTS = ("layers in reverse in the hook", "gates of the live choice", "routes imposed in the forward pass only")
 
 
-@pytest.mark.matrix("1-tp2-ep2")
+@pytest.mark.full
 @pytest.mark.parametrize("meshes", [("1", "tp2-ep2"), ("1", "cp2", "pp2-vpp2")], ids="-".join)
 def test_this_package_conforms(meshes: tuple[str, ...]) -> None:
     model = model_of(meshes)

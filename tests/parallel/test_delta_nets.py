@@ -17,7 +17,7 @@ ROWS, SHORTER = (), (64, 8, 72, 24, 32)
 FULL = PlatformConfig(layers="torch", recompute="full")
 
 
-@pytest.mark.matrix("1-2")
+@pytest.mark.full
 @pytest.mark.parametrize(("layers", "pp"), [(1, 1), (1, 2), (2, 2)])
 def test_layers_that_are_computed_again_share_the_choice_of_their_own_microbatch(layers: int, pp: int) -> None:
     """With full recomputation: on one stage of several choices, and on two, where microbatches wait for each other."""

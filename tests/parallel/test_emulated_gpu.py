@@ -38,7 +38,7 @@ def numbers(found: Any, path: str = "") -> dict[str, float]:
     return {place: number for key, part in items for place, number in numbers(part, f"{path}/{key}").items()}
 
 
-@pytest.mark.matrix("gpt_oss")
+@pytest.mark.full
 @pytest.mark.parametrize("family", emulated_updates.FAMILIES)
 def test_a_family_trains_is_pushed_and_generates_as_on_a_cpu(family: str) -> None:
     (here,) = run_ranks(emulated_updates.trained, 1, family)

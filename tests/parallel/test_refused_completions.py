@@ -286,7 +286,7 @@ def test_wrong_routes_leave_an_update_as_it_is_of_the_batch_without_these_comple
     assert_same(found, without(groups, num_steps, "trainer", folder))
 
 
-@pytest.mark.matrix("1")
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", ["1", "tp2-pp2"])
 def test_with_refuse_completions_without_all_routes_are_left_out(mesh: str, folder: Path, tmp_path: Path) -> None:
     """The first completion of a group has no routes, and each of the others lacks a row."""

@@ -40,7 +40,7 @@ from tests.hf_models import VOCAB, oracle
 from tests.parallel.converted import LiveBytes
 from tests.ranks import run_ranks
 from tests.served_adapters import with_adapter
-from tests.served_model import reported_logprobs
+from tests.served_model import by_token, reported_logprobs
 
 
 def served_completions(
@@ -234,9 +234,8 @@ class TransformersAnswers(TableAnswers):
         logits_SV = self._logits((*asked.prompt, *answer.tokens))[start:]
         return replace(answer, logprobs=tuple(reported_logprobs(logits_SV, answer.tokens, asked)))
 
-    def score(self, tokens: Sequence[int]) -> list[float]:
-        logprobs_SV = self._logits(tokens).log_softmax(-1)
-        return logprobs_SV.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+    def score(self, tokens: Sequence[int], top: int = 0) -> list[dict[int, float]]:
+        return by_token(self._logits(tokens).log_softmax(-1), tokens, top)
 
     def _logits(self, tokens: Sequence[int]) -> Tensor:
         with self.lock, torch.no_grad():
@@ -315,6 +314,7 @@ def streamed_by_one_and_by_all(config: RlRunConfig, tensors: Tensors) -> tuple[T
     return found[1], found[3], sum(sizes) // 2, found[2].keys() == found[3].keys()
 
 
+@pytest.mark.matrix("qwen3_moe")
 @pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3", "qwen3"])
 def test_many_ranks_gather_the_same_bits_as_one_and_send_no_experts(case: str) -> None:
     theirs = oracle(case, num_hidden_layers=4, **({"num_key_value_heads": 2} if case != "deepseek_v3" else {}))
@@ -341,6 +341,7 @@ def test_many_ranks_gather_the_same_bits_as_one_and_send_no_experts(case: str) -
         assert all(any(".mlp.experts." in name for name in found) for found in parts)
 
 
+@pytest.mark.matrix("gpt_oss")
 @pytest.mark.parametrize("case", ["qwen3_moe", "gpt_oss", "qwen3"])
 def test_copies_of_the_model_take_turns_by_layer_so_that_every_rank_gathers(case: str) -> None:
     theirs = oracle(case, num_hidden_layers=4)

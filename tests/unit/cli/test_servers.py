@@ -36,8 +36,8 @@ class Scores(TableAnswers):
         super().__init__()
         self._score = score
 
-    def score(self, tokens: Sequence[int]) -> list[float]:
-        return self._score(tokens)
+    def score(self, tokens: Sequence[int], top: int = 0) -> list[dict[int, float]]:
+        return [{token: logprob} for token, logprob in zip(tokens[1:], self._score(tokens), strict=True)]
 
 
 class Run:

@@ -476,7 +476,8 @@ def test_the_launcher_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
 
 
-def test_ranks_know_whether_a_terminal_shows_their_output_and_how_wide_it_is(program, tmp_path):
+def test_ranks_know_whether_a_terminal_shows_their_output_and_how_wide_it_is(program, tmp_path, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)  # which a shell's user may have exported
     program(
         """
         from mcore_rl.workers.launcher import is_shown_on_terminal

@@ -15,6 +15,7 @@ import pytest
 
 from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.errors import EngineError
+from mcore_rl.rl.engines import server_api
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.protocol import DIES, PROTOCOLS, SWALLOWED
 from mcore_rl.rl.engines.server_api import NO_VERSION, HttpClient, Owner, ServerApi, ServerError, pick_layers
@@ -144,8 +145,11 @@ EXACT = {
 
 
 @pytest.mark.parametrize(("name", "kind"), [(name, kind) for name in FAULTS for kind in FAULTS[name].kinds])
-def test_a_server_with_a_fault_is_found_with_a_plain_message(name: str, kind: str, tmp_path: Path) -> None:
+def test_a_server_with_a_fault_is_found_with_a_plain_message(
+    name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = FAULTS[name]
+    monkeypatch.setattr(server_api, "HEALTH_S", 1.0)  # seconds that a server that hangs is waited for
     with FakeServer(kind=kind, **{"dense_layers": 1} | case.settings) as server:
         if case.fault is not None:
             path, fault = case.fault

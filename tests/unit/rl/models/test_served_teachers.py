@@ -17,6 +17,7 @@ from mcore_rl.data.tokenizer import HuggingFaceTokenizer
 from mcore_rl.errors import ConfigError, EngineError, StoppedError
 from mcore_rl.megatron.mesh import Axis, Mesh
 from mcore_rl.rl.batch import LogprobHead, make_microbatch
+from mcore_rl.rl.models import served_teachers
 from mcore_rl.rl.models.served_teachers import ServedTeachers, probed_teacher
 from mcore_rl.rl.rewards.score import Scores
 from mcore_rl.rl.types import Group, TrainedSample
@@ -106,8 +107,9 @@ ONE = Group(prompt=prompt_of((30, 31)), completions=(completion_of("", (40, 41))
 
 @pytest.mark.parametrize("fault", ["null_logprob", "cut_short", "status_500", "not_json", "close", "hang"])
 def test_an_answer_that_is_missing_or_short_is_asked_for_again_and_then_ends_the_run(
-    fault: str, server: FakeServer
+    fault: str, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(served_teachers, "FIRST_PAUSE_S", 0.05)
     distill = distill_of(server)
     server.faults = [("probe", fault)]
     teachers = ServedTeachers(
