@@ -398,10 +398,9 @@ class FakeServer:
     def _completed(
         self, name: str, body: dict[str, Any], asked: Asked, answers: Answers, fault: str | None
     ) -> dict[str, Any]:
-        first = Answer(tokens=(), logprobs=())
+        first, began = Answer(tokens=(), logprobs=()), self.version
         if self.tokens_before_pause:
-            first = answers.complete(replace(asked, max_tokens=self.tokens_before_pause))
-        began = self.version
+            first, began = self._computed(answers, replace(asked, max_tokens=self.tokens_before_pause))
         self.before_answer(asked)
         end_s = time.monotonic() + self.delay_s
         while time.monotonic() < end_s and name not in self.aborted:
@@ -410,12 +409,13 @@ class FakeServer:
             self.lock.wait_for(lambda: "paused" not in self.state or self.ended.is_set())
         is_whole = len(first.tokens) == asked.max_tokens or first.tokens[-1:] in {(stop,) for stop in asked.stops}
         known = (*asked.prompt, *first.tokens)
-        answer = answers.complete(
+        answer, ended = self._computed(
+            answers,
             replace(
                 asked,
                 prompt=known[:-1] if is_whole else known,
                 max_tokens=1 if is_whole else asked.max_tokens - len(first.tokens),
-            )
+            ),
         )
         if self.kind == "vllm" and first.experts is not None and answer.experts is not None:
             # It keeps the rows of each step (v1/engine/output_processor.py:785), SGLang those of the last pass.
@@ -431,7 +431,7 @@ class FakeServer:
             tokens, logprobs, finish = tokens[:-1], logprobs[:-1], "length"
         spans = [
             {"version": version, "start": start, "end": end}
-            for version, start, end in ((began, 0, len(first.tokens)), (self.version, len(first.tokens), len(tokens)))
+            for version, start, end in ((began, 0, len(first.tokens)), (ended, len(first.tokens), len(tokens)))
             if start < end
         ]
         if fault == "wrong_spans":
@@ -465,6 +465,14 @@ class FakeServer:
         if body.get("return_routed_experts"):
             meta["routed_experts"] = routes
         return {"output_ids": list(tokens), "meta_info": meta}
+
+    def _computed(self, answers: Answers, asked: Asked) -> tuple[Answer, str]:
+        """The answer and the version of its weights: real servers update none while they compute."""
+        while True:
+            version = self.version
+            answer = answers.complete(asked)
+            if self.version == version:
+                return answer, version
 
     def _asked(self, body: dict[str, Any]) -> tuple[Asked, bool]:
         parameters = body["sampling_params"]
