@@ -120,8 +120,8 @@ def run(config: PretrainConfig, until: int, save_at: Collection[int] = ()) -> Ru
 
 
 def assert_killed(function: Callable[..., Any], num_ranks: int, *args: Any) -> None:
-    """Run `function` on ranks of which one kills itself with SIGKILL."""
-    with pytest.raises(AssertionError, match="died without an answer"):
+    """Run `function` on ranks of which one kills itself with SIGKILL; another one may say first that it lost it."""
+    with pytest.raises(AssertionError, match=r"died without an answer|[Cc]onnection (closed|reset)|[Bb]roken pipe"):
         run_ranks(function, num_ranks, *args)
 
 

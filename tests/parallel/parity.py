@@ -240,10 +240,16 @@ def whole_gradients(state: TrainState) -> Iterator[list[Any]]:
         finalize_model_grads(*args, **(kwargs | {"force_all_reduce": True}))
         params = [param for chunk in state.chunks for param in chunk.parameters()]
         kept = [param.detach().clone() for param in params]
+        rest = [param.main_grad.clone() if param.requires_grad else torch.zeros_like(param) for param in params]
+        parts = []
         with torch.no_grad():
-            for param in params:
-                param.copy_(param.main_grad if param.requires_grad else torch.zeros(()))
-            pieces.extend(owned(state))
+            # What weights of 16 bits have lost of a gradient follows in two further parts.
+            for _ in range(1 if params[0].dtype == torch.float32 else 3):
+                for param, left in zip(params, rest, strict=True):
+                    param.copy_(left)
+                    left.sub_(param)
+                parts.append(owned(state))
+            pieces.extend((*place, sum(part.float() for part in data)) for *place, data in joined(parts))
             for param, value in zip(params, kept, strict=True):
                 param.copy_(value)
 
@@ -252,6 +258,12 @@ def whole_gradients(state: TrainState) -> Iterator[list[Any]]:
         yield pieces
     finally:
         config.finalize_model_grads_func = finalize
+
+
+def joined(parts: Sequence[Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
+    """The pieces of several passes: key, place, shape, and the data of each pass."""
+    for pieces in zip(*parts, strict=True):
+        yield *pieces[0][:3], [piece[3] for piece in pieces]
 
 
 def owned(state: TrainState) -> list[Any]:
