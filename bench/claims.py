@@ -21,6 +21,7 @@ from typing import Any
 
 from bench.learning import ROOT, run_study, study_toml
 from bench.rl_folder import VOCAB, program, write_tokenizer
+from bench.study import SFT
 from bench.study_figures import draw
 from mcore_rl.cli.study_results import StudyRun, interval, read_run
 from mcore_rl.rl.types import Problem
@@ -48,19 +49,6 @@ tokenizer = {{ kind = "huggingface", path = "tokenizer" }}
 [optim]
 schedule = "constant"
 weight_decay = 0.0
-"""
-SFT = """
-extends = "model.toml"
-[data]
-train = ["sft.jsonl"]
-seq_length = 512
-[train]
-global_batch = 4
-micro_batch = 4
-eval_batches = "none"
-[optim]
-lr = 2e-3
-warmup_steps = 10
 """
 RL = """
 extends = "model.toml"
@@ -135,12 +123,12 @@ class Claim:
     rollouts: int
     arms: Mapping[str, Sequence[str]]
     differences: Mapping[str, tuple[Value, Mapping[str, float]]]
-    """What is compared -> a number of each run, and the coefficient of each arm."""
+    """Comparison -> a number of each run, and the coefficient of each arm."""
     words: Sequence[str] = ()
     before: Callable[[Path, Sequence[str], Sequence[int]], Mapping[str, Sequence[str]]] | None = None
     """Runs what comes before the arms, of the study's folder, words and seeds; returns more words of each arm."""
     rates: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Method -> its arms at several learning rates; the one with the highest reward stands for it."""
+    """Method -> its arms at several learning rates; the arm with the highest reward stands for it."""
 
 
 def reward(run: StudyRun, _: Path) -> float:
@@ -439,7 +427,7 @@ def make_start(folder: Path, name: str, layers: str) -> str:
         words = [lengths, f"rl.prompts.largest={start.largest}", "--count", str(EXAMPLES), "--output", data]
         (folder / data).unlink(missing_ok=True)
         program(folder, ["problems", "rl.toml", *words])
-        settings = [f"run_dir={run_dir}", f"train.steps={start.steps}", f"data.train=['{data}']"]
+        settings = ["optim.lr=2e-3", f"run_dir={run_dir}", f"train.steps={start.steps}", f"data.train=['{data}']"]
         program(folder, ["sft", "sft.toml", *start.words, *settings, f"platform.layers={layers}"])
     return run_dir
 

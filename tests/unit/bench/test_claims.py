@@ -1,4 +1,4 @@
-"""What decides about a claim: differences paired by seed, and slopes of variances."""
+"""Differences paired by seed and slopes of variances, which decide about a claim."""
 
 import json
 import random

@@ -207,7 +207,7 @@ def test_a_student_of_the_forward_kl_keeps_the_teachers_mass_outside_of_its_like
 
 @pytest.mark.parametrize("excess", [1.0, 1.002])
 def test_ids_that_have_all_of_a_teachers_probability_leave_no_tail(excess):
-    """Of bf16 models the probabilities sum to up to 1.002."""
+    """The probabilities of a bf16 model sum to up to 1.002."""
     logits, _, _ = example(torch.float32, tokens=1, padded=8)
     taught_1V = torch.randn(1, 8, generator=torch.Generator().manual_seed(6)).softmax(-1)
     settings = {"vocab_size": 8, "temperature": 1.0, "chunk_tokens": 8}
