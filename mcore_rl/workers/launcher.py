@@ -158,15 +158,18 @@ def launch_local(
     caught: list[int] = []
     with _handled_signals(lambda number, _: caught.append(number)):
         try:
+            # Opened before rank 0 starts: it may live longer than its log.
+            logs = [(log_dir / "rank_0.log").open("ab", buffering=0) for _ in ("stdout", "stderr")]
             # Rank 0 comes last, so that no other rank holds its pipes open.
             for rank in reversed(range(num_ranks)):
                 own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 log = log_dir / f"rank_{rank}.log"
                 ranks.insert(0, _start(module, args, own, log, is_first=rank == 0, is_forked=is_forked))
             first = ranks[0]
-            for pipe, console in ((first.process.stdout, sys.stdout), (first.process.stderr, sys.stderr)):
+            pipes = (first.process.stdout, sys.stdout), (first.process.stderr, sys.stderr)
+            for (pipe, console), file in zip(pipes, logs, strict=True):
                 assert pipe is not None
-                tee = threading.Thread(target=_tee, args=(pipe, bytes_of(console), first.log), daemon=True)
+                tee = threading.Thread(target=_tee, args=(pipe, bytes_of(console), file, first.log), daemon=True)
                 tee.start()
                 first.tees.append(tee)
             return _wait(ranks, caught, causes, stage, meanwhile)
@@ -284,11 +287,11 @@ def bytes_of(stream: TextIO) -> IO[bytes]:
     return cast("IO[bytes]", _Decoded())
 
 
-def _tee(pipe: IO[bytes], console: IO[bytes], log: Path) -> None:
+def _tee(pipe: IO[bytes], console: IO[bytes], file: io.FileIO, log: Path) -> None:
     # A closed console (`| head`) does not stop the log, nor a full disk the rank; a deleted log is opened anew.
     has_console = has_room = True
     with pipe, ExitStack() as opened:
-        file = opened.enter_context(log.open("ab", buffering=0))
+        opened.enter_context(file)
         while chunk := os.read(pipe.fileno(), 1 << 16):
             try:
                 if is_elsewhere(file, log) and log.parents[2].is_dir():
