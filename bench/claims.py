@@ -328,7 +328,7 @@ CLAIMS = {
     "gap": Claim(
         sentence="Replay makes an update's KL smaller and the reward at the end higher, with an engine that differs",
         start="top1",
-        rollouts=80,
+        rollouts=40,
         words=(ROUNDED, FROM_ENGINE, "optim.lr=6e-4", "rl.prompts.smallest=2", "rl.prompts.largest=4"),
         arms={**PAIRS, **{f"{name} + R3": [*loss, R3, FAR] for name, loss in PAIRS.items()}},
         differences={
