@@ -2,7 +2,7 @@
 
     python -m bench.claims gap recovery            these claims, one after the other: half an hour each on one core
     python -m bench.claims --layers torch          all of them, with PyTorch's own kernels
-    python -m bench.claims --table                 docs/claims.md's table of all results so far
+    python -m bench.claims --table                 the tables of docs/claims.md
 
 A claim is shown where the 95 % interval of its paired difference (Student's t, over the seeds) lies above 0, refuted
 where it lies below, and not shown elsewhere. Runs that are done are not run again; the same command goes on where it
@@ -87,6 +87,8 @@ GRPO, GSPO, R3 = "rl.loss.kind=grpo", "rl.loss.kind=gspo", "replay.kind=r3"
 FAR = "replay.max_disagreement=0.5"
 """With one expert a token every route that rounding changes has none in common with the trainer's: here 11 %."""
 FROM_ENGINE = "rl.update.old_logprobs=rollout"
+KERNELS = {"auto": "compiled", "torch": "PyTorch's"}
+"""Heading of a table's column, by platform.layers on a CPU."""
 Value = Callable[[StudyRun, Path], float]
 """A number of a finished run, from its rows or its folder."""
 
@@ -183,7 +185,8 @@ def ratio_slope(kind: str, *, fixed: bool) -> Value:
                 "sum": [math.fsum(sample) for sample in samples],
                 "mean": [fmean(sample) for sample in samples],
             }[kind]
-            points.append((math.log(length), math.log(pvariance(numbers))))
+            if variance := pvariance(numbers):  # none where all answers are one prompt's, and certain
+                points.append((math.log(length), math.log(variance)))
         return linear_regression(*zip(*points, strict=True)).slope
 
     return slope
@@ -445,7 +448,8 @@ def run_claim(name: str, folder: Path, layers: str, seeds: Sequence[int], minute
     words.append(f"train.steps={claim.rollouts * UPDATES}")
     run_study(folder, study_toml(run_dir, seeds, words, arms), run_dir, minutes)
     runs = [read_run(arm, seed, run_folder(run_dir, arm, seed)) for arm in claim.arms for seed in seeds]
-    draw(run_dir / "study.json", ROOT / f"docs/images/claim-{name}.svg")
+    if layers == "auto":
+        draw(run_dir / "study.json", ROOT / f"docs/images/claim-{name}.svg")
     first = next((run for run in runs if run.starts), None)
     return {
         "claim": name,
@@ -465,14 +469,19 @@ def run_claim(name: str, folder: Path, layers: str, seeds: Sequence[int], minute
     }
 
 
-def table(results: Sequence[Mapping[str, Any]]) -> str:
-    """Return the Markdown table of all results."""
-    lines = ["| claim | kernels | what is compared | difference | outcome |", "|---|---|---|--:|---|"]
-    for one in results:
-        for what, found in one["differences"].items():
-            half = "" if found["half"] is None else f" ± {found['half']:.2g}"
-            cells = [CLAIMS[one["claim"]].sentence, one["layers"], what, f"{found['mean']:.3g}{half}", found["outcome"]]
-            lines.append("| " + " | ".join(cells) + " |")
+def table(name: str, results: Sequence[Mapping[str, Any]]) -> str:
+    """Return the Markdown table of a claim: a row for each comparison, a column for each kind of kernels."""
+    found = {one["layers"]: one["differences"] for one in results if one["claim"] == name}
+    lines = [
+        f"| {CLAIMS[name].sentence} | " + " | ".join(KERNELS[layers] for layers in found) + " |",
+        "|---" + "|---" * len(found) + "|",
+    ]
+    for what in CLAIMS[name].differences:
+        cells = [
+            f"{one['mean']:.3g} ± {one['half']:.2g}: {one['outcome']}"
+            for one in (differences[what] for differences in found.values())
+        ]
+        lines.append("| " + " | ".join([what, *cells]) + " |")
     return "\n".join(lines)
 
 
@@ -484,7 +493,7 @@ def main() -> None:
     parser.add_argument("--layers", choices=["auto", "torch"], default="auto", help="kernels: platform.layers")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
     parser.add_argument("--budget-minutes", type=float, help="minutes after which a claim's runs stop and save")
-    parser.add_argument("--table", action="store_true", help="print what was found so far, and run nothing")
+    parser.add_argument("--table", action="store_true", help="print the tables of what was found, and run nothing")
     args = parser.parse_args()
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     for name in [] if args.table else args.claims or CLAIMS:
@@ -492,7 +501,7 @@ def main() -> None:
         key = (name, args.layers)
         results = [one for one in results if (one["claim"], one["layers"]) != key] + [found]
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    print(table(results))
+    print("\n\n".join(table(name, results) for name in CLAIMS if any(one["claim"] == name for one in results)))
 
 
 if __name__ == "__main__":
