@@ -34,13 +34,12 @@ class McoreRlError(Exception):
 
     rank: int | None = None
     """Rank that met the error, where all ranks raise it together; None: the rank that raises it."""
+    keys: Collection[str] = ()
+    """Settings that are the mistake: without them, the other settings can still be read and checked."""
 
 
 class ConfigError(McoreRlError):
     """A setting that is unknown, of the wrong type, or at odds with another."""
-
-    keys: Collection[str] = ()
-    """Settings that are no fields or have values of a wrong type; without them the others can still be checked."""
 
 
 class DataError(McoreRlError):

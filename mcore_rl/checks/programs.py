@@ -1,10 +1,11 @@
 """The trainings that run on ranks, by name: the module of a rank, its config, and the check of that config."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.checks.inputs import absent_inputs, inputs_of
 from mcore_rl.checks.rl_run import check_rl
 from mcore_rl.checks.run import check
 from mcore_rl.checks.tuning import check_dpo, check_rm, check_sft
@@ -13,8 +14,8 @@ from mcore_rl.config.preferences import DPOConfig, RewardModelConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PretrainConfig, RunConfig
 from mcore_rl.config.sft import SFTConfig
-from mcore_rl.errors import ConfigError
-from mcore_rl.storage.run_config import load_run_config
+from mcore_rl.errors import ConfigError, McoreRlError
+from mcore_rl.storage.run_config import load_run_config, meaningful
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,24 +32,30 @@ class Program:
         """Return the config and the number of ranks it was checked for, by default the minimum for the mesh.
 
         Raises:
-            ConfigError: Lists unknown keys, values of a wrong type, and what the checks say of all other settings.
+            McoreRlError: Everything wrong: what `load_run_config` raises, what the checks say of all other settings,
+                and the files that are not there.
         """
-        wrong: set[str] = set()
-        mistakes: list[str] = []
-        while True:
+        mistakes: McoreRlError | None = None
+        wrong: Collection[str] = ()
+        lines: list[str] = []
+        try:
+            config = load_run_config(self.config, path, overrides)
+        except McoreRlError as error:
+            mistakes, wrong = error, error.keys
             try:
                 config = load_run_config(self.config, path, overrides, wrong)
-                checked = self.checked_ranks(config, ranks)
-                break
-            except ConfigError as error:
-                # A check of a default in the place of a wrong value would mislead.
-                mistakes += [line for line in str(error).splitlines() if not any(key in line for key in wrong)]
-                if wrong.issuperset(error.keys):
-                    break
-                wrong.update(error.keys)
-        if mistakes:
-            raise ConfigError("\n".join(mistakes))
-        return config, checked
+            except McoreRlError:
+                raise error from None
+        try:
+            checked = self.checked_ranks(config, ranks)
+        except ConfigError as error:
+            lines = meaningful(str(error).splitlines(), wrong)
+        if mistakes is None and not lines:
+            return config, checked
+        lines += [f"- {line}" for line in meaningful(absent_inputs(inputs_of(config)), wrong)]
+        if mistakes is not None and not lines:
+            raise mistakes
+        raise ConfigError("\n".join([*(str(mistakes).splitlines() if mistakes else ()), *lines]))
 
     def checked_ranks(self, config: RunConfig, ranks: int | None) -> int:
         """Return the number of ranks that a config was checked for; ConfigError if it cannot run on them."""

@@ -20,7 +20,7 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.planning.device import LARGEST_NODE, Gpus, known_device, parse_gpus
 from mcore_rl.planning.estimate import place_of
 from mcore_rl.planning.search import Search, search, toml_lines
-from mcore_rl.planning.text import choice_text, search_lines
+from mcore_rl.planning.text import batch_text, search_lines, wrapped, yes_line
 from mcore_rl.planning.weights import weights_by_stage
 from mcore_rl.storage.folders import find_model, read_model_folder
 from mcore_rl.storage.run_config import load_run_config
@@ -153,15 +153,15 @@ def fit(folder: Path, gpus: Gpus, kind: str, overrides: Sequence[str]) -> int:
     name = f"{folder.resolve().name}, {size_of(training.model)}"
     what = f"{kind} in {training.platform.precision} with sequences of {training.seq_length:,} tokens"
     if shown:
-        fits, seconds = choice_text(shown[0], shown[0], found.place), shown[0].seconds
-        # The memory is in the first part; a batch is given with the seconds that it takes.
-        batch = "" if seconds is None else f", {seconds:.3g} s for a batch of {training.global_batch:,}"
-        sys.stdout.write(f"yes: {kind} fits on {gpus}, {fits.split(', ')[0]}{batch}\n")
-        fields = [f"model.path={folder}", "platform.precision=bf16", "mesh.dp=auto"]
+        seconds, fields = shown[0].seconds, [f"model.path={folder}", "platform.precision=bf16", "mesh.dp=auto"]
+        batch = "" if seconds is None else f", {seconds:.3g} s for a {batch_text(training)}"
+        sys.stdout.write(yes_line(kind, training, found.place, shown[0].memory.total) + "\n")
         fields += [*toml_lines(found.changes(shown[0])), *overrides]
-        sys.stdout.write(f"mcore-rl {kind} CONFIG {shlex.join(fields)}\n{name}: {what}; {fits}\n\n")
-        sys.stdout.write("".join(f"{line}\n" for line in search_lines(found, shown)))
+        sys.stdout.write(" \\\n    ".join([f"mcore-rl {kind} CONFIG", *map(shlex.quote, fields)]) + "\n")
+        lines = wrapped(f"{name}: {what}{batch}."), "", *search_lines(found, shown)
+        sys.stdout.write("".join(f"{line}\n" for line in lines))
         return 0
+    sys.stdout.write(f"no: {kind} does not fit on {gpus}\n")
     largest = Gpus(LARGEST, gpus.device)
     if found.refused == found.tried:
         # A refusal in the same words on most GPUs is not of the mesh: no larger number need be searched.
@@ -177,8 +177,8 @@ def fit(folder: Path, gpus: Gpus, kind: str, overrides: Sequence[str]) -> int:
         raise ConfigError(refusal)
     remedy = f"It does not on {LARGEST} either: shorten the sequences, or choose larger GPUs."
     if shown:
-        remedy = f"It does on {larger} ({choice_text(shown[0], shown[0], found.place)})."
-    raise ConfigError(f"no: {kind} does not fit on {gpus}. {remedy} This is {name}, {what}.")
+        remedy = f"It fits on {larger}."
+    raise ConfigError(f"{kind} does not fit on {gpus}. {remedy} This is {name}, {what}.")
 
 
 def fitting_fields(folder: Path, gpus: Gpus, kind: str, overrides: Sequence[str]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from mcore_rl.checks.cluster import check_cluster, placement
@@ -23,6 +23,7 @@ from mcore_rl.planning.device import parse_gpus
 from mcore_rl.planning.estimate import Estimate, Place, calibrated, estimate, place_of
 from mcore_rl.planning.search import search
 from mcore_rl.planning.text import (
+    answer_line,
     as_json,
     calibration_lines,
     estimate_lines,
@@ -31,6 +32,8 @@ from mcore_rl.planning.text import (
     search_lines,
     world_header,
     world_line,
+    wrapped,
+    yes_line,
 )
 from mcore_rl.planning.training import training_of
 from mcore_rl.planning.weights import view_of_rank
@@ -42,12 +45,22 @@ MAX_RANKS = 1_000_000
 """Largest world to plan, because ranks are computed individually."""
 WORTH_IT = 0.6
 """Largest time of a step, as a part of that on half the ranks, at which more ranks are worth it."""
+MESSAGE_WIDTH = 87
+"""Columns of a line of a message."""
 PLAN_MARK = "written by mcore-rl plan"
 """Marks files of --json, so that an earlier file is recognised."""
 
 
 def main(args: argparse.Namespace) -> int:
     """Print the plan; ConfigError, with the nearest meshes that fit, if the config cannot run."""
+    try:
+        return _plan(args)
+    except ConfigError as error:
+        # Less than a plan's width, because a short message follows "ConfigError:" on its line.
+        raise ConfigError(wrapped(str(error), MESSAGE_WIDTH, 2)) from None
+
+
+def _plan(args: argparse.Namespace) -> int:
     _check(args)
     if args.lora_rank is not None:
         args.overrides = [*args.overrides, f"lora.rank={args.lora_rank}"]
@@ -67,7 +80,7 @@ def main(args: argparse.Namespace) -> int:
         cluster, server_nodes=args.server_nodes, completion_tokens=args.completion_tokens, imbalance=args.imbalance
     )
     if args.world:
-        _write(_world_lines(config, place, *args.world))
+        _write(_world_lines(kind, config, place, *args.world))
         return 0
     if not args.nodes:
         raise ConfigError("The number of nodes is missing. Give --nodes N, or --world 8..1024 for a table of sizes.")
@@ -77,7 +90,10 @@ def main(args: argparse.Namespace) -> int:
     if args.search:
         found = search(config, world_size, place)
         shown = found.shortlist()
-        _write(search_lines(found, shown))
+        answer = f"no: {kind} fits on {world_size} ranks with none of the {found.tried:,} layouts that were tried"
+        if shown:
+            answer = yes_line(kind, found.training, place, shown[0].memory.total)
+        _write([answer, *search_lines(found, shown)])
         if not shown:
             # Either the checks refuse the config, or all meshes need too much memory.
             try:
@@ -86,21 +102,25 @@ def main(args: argparse.Namespace) -> int:
                 raise ConfigError(f"on {world_size} ranks:\n{error}") from None
             raise ConfigError(nearest_text(found))
         return 0
-    plan = checked_estimate(config, world_size, place)
+    try:
+        plan = checked_estimate(config, world_size, place)
+    except ConfigError:
+        _write([f"no: {kind} does not pass the checks on {world_size} ranks"])
+        raise
     if args.rank is not None and args.rank >= world_size:
         raise ConfigError(f"--rank {args.rank}, but the ranks are 0 to {world_size - 1}.")
     if args.rank is not None:
         view = view_of_rank(config.model, config.mesh, args.rank, world_size, place.ranks_per_node)
-        _write(rank_lines(plan, view))
+        _write([answer_line(kind, plan), *rank_lines(plan, view)])
     else:
-        _write(estimate_lines(plan))
+        _write([answer_line(kind, plan), *estimate_lines(plan)])
     if args.json:
         values = {"comment": PLAN_MARK} | as_json(plan)
         _write_file("--json", args.json, json.dumps(values, indent=1) + "\n")
     if args.rank is not None:
         return 0
     if not plan.fits:
-        raise ConfigError("It does not fit. " + nearest_text(search(config, world_size, place)))
+        raise ConfigError(nearest_text(search(config, world_size, place)))
     return 0
 
 
@@ -214,32 +234,43 @@ def checked_estimate(config: RunConfig, world_size: int, place: Place) -> Estima
         refuse(placement(config.model, config.mesh, place.ranks_per_node, world_size).refused)
     except ConfigError as error:
         found = search(config, world_size, place)
-        near = "No other mesh passes the checks either: what they say is not of the mesh alone."
+        near = "No other mesh passes the checks either: these are not mistakes of the mesh alone."
         if found.refused < found.tried:
             near = nearest_text(found)
         raise ConfigError(f"on {world_size} ranks:\n{error}\n{near}") from None
     return estimate(training_of(config, world_size), place)
 
 
-def _world_lines(config: RunConfig, place: Place, world: int, largest: int) -> Iterator[str]:
-    yield from world_header(training_of(config, world), place)
+def _world_lines(kind: str, config: RunConfig, place: Place, world: int, largest: int) -> list[str]:
+    rows, smallest, num_fitting, num_tried = [*world_header(training_of(config, world), place)], "", 0, 0
     before_s = math.inf
     while world <= largest:
+        num_tried += 1
         try:
             program_of(config).check(config, world)
         except ConfigError as error:
-            yield f"{world:>7} refused: {str(error).splitlines()[0].removeprefix('- ')}"
+            rows.append(f"{world:>7} refused: {str(error).splitlines()[0].removeprefix('- ')}")
         else:
             plan = estimate(training_of(config, world), place)
-            yield world_line(plan)
+            rows.append(world_line(plan))
+            if plan.fits:
+                num_fitting += 1
+                smallest = smallest or answer_line(kind, plan)
             seconds = plan.rl.seconds if plan.rl else plan.step.span.likely if plan.step else 0.0
             if seconds > WORTH_IT * before_s:
                 share = seconds / before_s
-                yield f"{'':>7} {world} ranks hardly help: a step takes {share:.0%} of the time on half as many."
+                rows.append(f"{'':>7} {world} ranks hardly help: a step takes {share:.0%} of the time on half as many.")
             before_s = seconds or math.inf
         world *= 2
+    answer = (
+        f"{smallest}; on {num_fitting} of {num_tried} sizes"
+        if smallest
+        else f"no: {kind} fits on none of {num_tried} sizes"
+    )
+    return [answer, *rows]
 
 
-def _write(lines: Iterator[str]) -> None:
+def _write(lines: Iterable[str]) -> None:
     for line in lines:
-        sys.stdout.write(line + "\n")
+        # A line begins with a label of eight columns; tables have narrower lines.
+        sys.stdout.write(wrapped(line, indent=8) + "\n")

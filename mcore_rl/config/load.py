@@ -5,7 +5,7 @@ import importlib
 import json
 import math
 import tomllib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType, ModuleType, NoneType
@@ -58,10 +58,10 @@ def read_settings(
     cls: type[Section], path: Path | None, overrides: Sequence[str] = (), without: Collection[str] = ()
 ) -> dict[str, Setting]:
     """Return the settings of files and overrides by key, except `without`, as `load_config` uses them; ConfigError
-    for keys that `cls` lacks.
+    for keys that `cls` lacks. `without` may also have a whole override, or `extends=FILE`.
     """
     fields = {doc.key: doc for doc in describe(cls)}
-    tables = [] if path is None else list(_tables(config_file(path), ()))
+    tables = [] if path is None else list(_tables(config_file(path), (), without))
     written = [
         Setting(key, value, source, rank)
         for rank, (source, table) in enumerate(tables)
@@ -69,7 +69,7 @@ def read_settings(
     ]
     written += [
         Setting(key, value, None, len(tables))
-        for _, table in _override_tables(fields, overrides)
+        for _, table in _override_tables(fields, [override for override in overrides if override not in without])
         for key, value in _leaves(cls, table)
     ]
     settings: dict[str, Setting] = {}
@@ -91,7 +91,7 @@ def read_settings(
     if mistakes and path is not None and any(setting.path for setting in settings.values()):
         _refuse_other_kind(cls, path, [table for _, table in tables])
     if mistakes:
-        raise _refusal(mistakes, mistakes)
+        raise refusal(mistakes.values(), mistakes)
     for field, template in OVERRIDDEN.items():
         if field in settings and template in settings and settings[field].rank > settings[template].rank:
             del settings[template]
@@ -111,11 +111,12 @@ def config_of(cls: type[S], settings: Mapping[str, Setting]) -> S:
         return _validated(cls, fields, {key: setting.value for key, setting in settings.items()})
     except ValidationError as error:
         wrong = dict(_wrong_values(error, fields, settings))
-        raise _refusal(wrong, wrong.keys() & settings.keys()) from None
+        raise refusal(wrong.values(), wrong.keys() & settings.keys()) from None
 
 
-def _refusal(messages: Mapping[str, str], keys: Collection[str]) -> ConfigError:
-    error = ConfigError("\n".join(messages.values()))
+def refusal(messages: Iterable[str], keys: Collection[str]) -> ConfigError:
+    """Return an error of several messages about the settings `keys`."""
+    error = ConfigError("\n".join(messages))
     error.keys = keys
     return error
 
@@ -158,7 +159,9 @@ def dump_config(config: Section, origins: Mapping[str, str] = MappingProxyType({
     return "\n".join(_dump_lines(config, "", origins)).strip() + "\n"
 
 
-def _tables(path: Path, chain: tuple[Path, ...]) -> Iterator[tuple[Path, dict[str, Any]]]:
+def _tables(
+    path: Path, chain: tuple[Path, ...], without: Collection[str] = ()
+) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Yield the tables that make up the config, with their files, in order of increasing precedence."""
     table = _read(path, chain)  # first, because it explains errors of the path itself, such as a link to itself
     resolved = path.resolve()
@@ -170,7 +173,12 @@ def _tables(path: Path, chain: tuple[Path, ...]) -> Iterator[tuple[Path, dict[st
     if not (isinstance(bases, list) and all(isinstance(base, str) for base in bases)):
         raise ConfigError(f"extends = {_shown(bases)} in {path}: expected a file name or a list of file names.")
     for base in bases:
-        yield from _tables(extended_file(base, path), (*chain, resolved))
+        if (key := f"extends={base}") not in without:
+            try:
+                yield from _tables(extended_file(base, path), (*chain, resolved), without)
+            except ConfigError as error:
+                error.keys = error.keys or {key}
+                raise
     yield path, table
 
 
@@ -181,7 +189,7 @@ def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
         return tomllib.loads(text)
     except OSError as error:
-        raise ConfigError(f"Config file {path}{origin} cannot be read: {error.strerror}.") from None
+        raise ConfigError(f"Config file {path}{origin} cannot be read: {error.strerror}. Correct its name.") from None
     except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError, an integer of more digits than Python reads
         _late("other_names").refuse_foreign_config(str(path), text)
         raise ConfigError(f"Config file {path}{origin} is not valid TOML: {error}.") from None
@@ -217,7 +225,7 @@ def _override_tables(fields: dict[str, FieldDoc], overrides: Sequence[str]) -> I
     for override in overrides:
         key, equals, text = (part.strip() for part in override.removeprefix("--").partition("="))
         if not equals or not key:
-            raise ConfigError(f"{override!r} is not of the form key=value, as in mesh.tp=2.")
+            raise refusal([f"{override!r} is not of the form key=value, as in mesh.tp=2."], {override})
         try:
             override.encode()
         except UnicodeEncodeError:  # Python has such bytes of a command line as surrogates

@@ -144,8 +144,8 @@ def _fields(training: Training) -> dict[str, Any]:
 
 
 def toml_lines(fields: dict[str, Any]) -> list[str]:
-    """Return fields as lines of TOML, which a command line takes too."""
-    return [f"{key}={toml_value(value)}" for key, value in fields.items()]
+    """Return fields as lines of TOML without blanks, which a command line takes too."""
+    return [f"{key}={toml_value(value).replace(', ', ',')}" for key, value in fields.items()]
 
 
 def _selective(model: ModelConfig, *, fp8: bool) -> Iterator[tuple[str, tuple[str, ...]]]:

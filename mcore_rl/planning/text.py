@@ -1,5 +1,6 @@
 """Plans as text for people, and as JSON for programs."""
 
+import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict
 from math import isinf
@@ -12,16 +13,48 @@ from mcore_rl.planning.estimate import Estimate, Place, StepEstimate
 from mcore_rl.planning.memory import GIB, SERVER_REST_BYTES, Memory, SharedServer, disk_of
 from mcore_rl.planning.rollout import PUBLISHED_FACTORS
 from mcore_rl.planning.search import SPARE, WITHIN, Choice, Search, toml_lines
-from mcore_rl.planning.training import Rollouts, Training
+from mcore_rl.planning.training import Training
 from mcore_rl.planning.weights import RankView
 
 JSON_VERSION = 1
+WIDTH, TABLE_WIDTH = 100, 80
+"""Columns of a line of a plan, and of a table of meshes."""
 LEAST_SHARE = 0.015
 """Minimum share of a step that is shown, except for the bubble and the host."""
 RANKS_SHOWN = 8
 HOUR_S = 3600
 STORAGE_BYTES_PER_S = 2e9
 """Bytes that a node writes to a shared file system per second: a guess, which the text names."""
+
+
+def wrapped(text: str, width: int = WIDTH, indent: int = 0) -> str:
+    """Return a text with its lines wrapped between words; `indent` is of the lines that continue another."""
+    shape = textwrap.TextWrapper(width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(part for line in text.split("\n") for part in shape.wrap(line) or [""])
+
+
+def ranks_text(training: Training, place: Place) -> str:
+    """Return the number of ranks, with their device if it is known."""
+    return f"{training.world_size} x {place.device.name}" if place.device else f"{training.world_size} ranks"
+
+
+def yes_line(kind: str, training: Training, place: Place, used_bytes: int) -> str:
+    """Return the answer for a training of `kind` that fits, of which the fullest rank needs `used_bytes`."""
+    where, used, room = ranks_text(training, place), used_bytes / GIB, place.room_bytes / GIB
+    if isinf(room):
+        return f"yes: {kind} passes the checks on {where}, each with up to {used:.1f} GiB; their memory is not known"
+    return f"yes: {kind} fits on {where} with at least {room - used:.1f} of {room:.1f} GiB free on each GPU"
+
+
+def answer_line(kind: str, plan: Estimate) -> str:
+    """Return whether a training of `kind` fits, as a line that begins with yes or no."""
+    if plan.fits:
+        return yes_line(kind, plan.training, plan.place, plan.fullest.total)
+    needs, has, what = plan.fullest.total / GIB, plan.place.room_bytes / GIB, "the fullest GPU needs"
+    if needs <= has:
+        needs, has = plan.fullest_node_bytes / GIB, plan.place.host_bytes / GIB
+        what = "main memory of a node needs"
+    return f"no: {kind} does not fit on {ranks_text(plan.training, plan.place)}: {what} {needs:,.1f} of {has:,.1f} GiB"
 
 
 def estimate_lines(plan: Estimate) -> Iterator[str]:
@@ -44,9 +77,6 @@ def estimate_lines(plan: Estimate) -> Iterator[str]:
     if fullest.host_optimizer:
         each = _node_gib(plan, fullest.host_optimizer)
         yield f"        main memory for the optimizer (optim.offload_fraction): {each:,.0f} GiB a node"
-    if not plan.fits_main_memory:
-        each, there = plan.fullest_node_bytes / GIB, plan.place.host_bytes / GIB
-        yield f"        DOES NOT FIT: {each:,.0f} GiB of main memory in all, and node.memory_gib={there:,.0f}"
     if plan.step is None:
         device = plan.place.device
         name = "node.device is not set" if device is None else f"no bandwidths of {device.name} are known"
@@ -121,13 +151,10 @@ def _checkpoints(plan: Estimate) -> str:
 
 
 def layout_line(plan: Estimate) -> str:
-    """Return ranks and mesh in one line."""
-    training, world, device = plan.training, plan.training.world_size, plan.place.device
-    ranks = f"{world} x {device.name}" if device else f"{world} ranks"
-    return (
-        f"{ranks}: {mesh_text(training)}; {plan.num_microbatches} microbatches of {training.micro_batch} x "
-        f"{training.seq_length:,}"
-    )
+    """Return mesh and microbatches in one line."""
+    training = plan.training
+    batch = f"{plan.num_microbatches} microbatches of {training.micro_batch} x {training.seq_length:,} tokens"
+    return f"mesh    {mesh_text(training)}; {batch}"
 
 
 def mesh_text(training: Training) -> str:
@@ -147,10 +174,9 @@ def memory_text(plan: Estimate) -> str:
     stage = plan.fullest
     room = plan.place.room_bytes
     of = "" if isinf(room) else f" of {room / GIB:.1f}"
-    verdict = "" if plan.fits else " DOES NOT FIT:"
     alive = f" ({plan.chunks_alive} chunks alive)" if plan.training.mesh.pp > 1 else ""
     text = (
-        f"stage {stage.stage} is fullest: {_gib(stage.total)}{of} GiB:{verdict} lasting {_gib(stage.permanent)} "
+        f"stage {stage.stage} is fullest: {_gib(stage.total)}{of} GiB: lasting {_gib(stage.permanent)} "
         f"(weights {_gib(stage.weights)}, gradients {_gib(stage.gradients)}, optimizer {_gib(stage.optimizer)}: "
         f"exact), activations {_gib(stage.activations + stage.recomputed)}{alive}"
     )
@@ -202,7 +228,7 @@ def _step_lines(plan: Estimate, timed: StepEstimate) -> Iterator[str]:
         for part, share in timed.shares.items()
         if share >= LEAST_SHARE or part == "host waits" or (part == "bubble" and plan.training.mesh.pp > 1)
     ]
-    yield f"        {', '.join(shares)}"
+    yield f"shares  {', '.join(shares)}"
     first, *others = timed.limits
     rest = ", ".join(f"{limit.term} {max(0.0, limit.gain):.0%}" for limit in others[:4])
     yield f"limits  {first.term} would give {first.gain:.0%}, {rest}"
@@ -242,14 +268,21 @@ def span_text(plan: Estimate) -> str:
     elif plan.training.answer_tokens is not None:
         what = ", when every answer is as long as it may be"
     return (
-        f"{_seconds(span.likely)} s ({_seconds(span.low)}-{_seconds(span.high)}): {timed.tokens_per_s:,.0f} "
-        f"tokens/s a GPU, {timed.model_tflops:.0f} model TFLOP/s{what}"
+        f"{_seconds(span.likely)} s ({_seconds(span.low)}-{_seconds(span.high)}) for a {batch_text(plan.training)}: "
+        f"{timed.tokens_per_s:,.0f} tokens/s a GPU, {timed.model_tflops:.0f} model TFLOP/s{what}"
     )
+
+
+def batch_text(training: Training) -> str:
+    """Return the batch that the seconds of a step are for."""
+    unit = "sequences" if training.answer_tokens is None else "pairs"
+    return f"batch of {training.global_batch:,} {'completions' if training.rollouts else unit}"
 
 
 def world_header(training: Training, place: Place) -> Iterator[str]:
     """Yield the names of the columns of `world_line`."""
     if training.rollouts is None:
+        yield f"A step is a {batch_text(training)} of up to {training.sample_length:,} tokens."
         yield f"{'ranks':>7} {'GiB':>6} {'fits':>5} {'s a step':>18} {'tokens/s a GPU':>15} {'the whole run':>22}"
         return
     servers = f"; servers on {place.server_gpus} GPUs beside them" if place.server_gpus else ""
@@ -286,58 +319,68 @@ def world_line(plan: Estimate) -> str:
 
 
 def search_lines(found: Search, shown: list[Choice]) -> Iterator[str]:
-    """Yield the counts of a search, and each choice with its costs and the fields that set it."""
-    world, rollouts = found.training.world_size, found.training.rollouts
-    yield (
-        f"{found.tried:,} combinations of mesh, micro-batch and recomputation on {world} ranks: "
-        f"{found.refused:,} are refused by the checks, {found.too_large:,} do not fit, {len(found.choices):,} fit"
+    """Yield the counts of a search, and the table of the choices."""
+    yield wrapped(
+        f"{found.tried:,} combinations of mesh, micro-batch and recomputation on {found.training.world_size} ranks: "
+        f"{found.refused:,} are refused by the checks, {found.too_large:,} do not fit, {len(found.choices):,} fit.",
+        TABLE_WIDTH,
     )
     if not shown:
         return
     if narrow := len(found.choices) - len(found.with_spare()):
         yield f"{narrow:,} of them leave less than {SPARE:.0%} of the device's memory, and are left out."
-    if rollouts is not None:
-        yield _bound_line(rollouts, shown[0], found.place)
     if shown[0].seconds is not None:
-        yield (
-            f"Different layouts within {WITHIN:g}x of the fastest, which a prediction cannot tell apart: measure two."
+        alike = (
+            f"These layouts are within {WITHIN:g}x of the fastest: a prediction cannot tell them apart. Measure two."
         )
-    for choice in shown:
-        yield f"  {choice_text(choice, shown[0], found.place)}"
-        yield f"      {' '.join(toml_lines(found.changes(choice))) or 'as configured'}"
+        yield wrapped(alike, TABLE_WIDTH)
+    yield from choice_lines(found, shown)
 
 
-def _bound_line(rollouts: Rollouts, choice: Choice, place: Place) -> str:
+def choice_lines(found: Search, shown: list[Choice]) -> Iterator[str]:
+    """Yield a table of choices, and for each its fields, its costs, and in RL its seconds and memory by phase."""
+    first, room, training = shown[0], found.place.room_bytes, found.training
+    if first.seconds is not None:
+        yield wrapped(_seconds_text(training, first, found.place), TABLE_WIDTH)
+    row = "{:>3}{:>4}{:>4}{:>5}{:>4}{:>5}{:>9}{:>10}{:>11}{:>8}"
+    yield row.format("#", "tp", "pp", "vpp", "cp", "ep", "GiB", "GiB free", "seconds", "to #1")
+    for i, choice in enumerate(shown, start=1):
+        mesh, free, seconds, slower = choice.mesh, "", "", ""
+        if not isinf(room):
+            free = _gib(room - choice.memory.total)
+        if choice.seconds is not None and first.seconds is not None:
+            seconds, slower = _seconds(choice.seconds), f"{choice.seconds / first.seconds - 1:+.0%}"
+        sizes = i, mesh.tp, mesh.pp, mesh.vpp, mesh.cp, mesh.ep, _gib(choice.memory.total), free, seconds, slower
+        yield row.format(*sizes).rstrip()
+    for i, choice in enumerate(shown, start=1):
+        yield wrapped(f"{i:>3}: {' '.join(toml_lines(found.changes(choice))) or 'as configured'}", TABLE_WIDTH, 5)
+        for detail in _details(choice, found.place):
+            yield wrapped(f"     {detail}", TABLE_WIDTH, 5)
+
+
+def _seconds_text(training: Training, choice: Choice, place: Place) -> str:
+    rollouts, update = training.rollouts, f"a {batch_text(training)} of up to {training.sample_length:,} tokens"
+    if rollouts is None:
+        return f"Seconds are of a step: {update}."
     if choice.rl is None:
-        return "Seconds are those of an update: how many GPUs the servers have is not known. Give --server-nodes N"
+        return f"Seconds are of an update: {update}. For those of a whole step give --server-nodes N."
     generator = "the engine on these ranks"
     if rollouts.engine.is_served:
         generator = f"servers on {place.server_gpus} GPUs" if place.server_gpus else "the servers of rl.engine"
     kind = f"calibrated with {place.rates.source}" if choice.rl.factors else "a lower bound"
     return (
-        f"Seconds are those of a whole step, {kind}: rollout by {generator}, with {choice.rl.mean_tokens:,.0f} tokens "
-        "a completion in the mean (--completion-tokens), logprobs, updates."
+        f"Seconds are of a whole step, {kind}: {rollouts.num_completions:,} completions by {generator}, each of "
+        f"{choice.rl.mean_tokens:,.0f} tokens in the mean (--completion-tokens), logprobs, updates."
     )
 
 
-def choice_text(choice: Choice, first: Choice, place: Place) -> str:
-    """Return a choice's layout, time, memory, and its costs compared with the first choice's."""
+def _details(choice: Choice, place: Place) -> Iterator[str]:
     mesh, training = choice.mesh, choice.training
-    sizes = {"tp": mesh.tp, "pp": mesh.pp, "vpp": mesh.vpp, "cp": mesh.cp, "ep": mesh.ep}
-    layout = " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "dp alone"
-    text = f"{layout}: {_gib(choice.memory.total)} GiB"
-    if not isinf(place.room_bytes):
-        text += f" ({_gib(place.room_bytes - choice.memory.total)} free)"
-    if choice.seconds is not None and first.seconds is not None:
-        slower = choice.seconds / first.seconds - 1
-        bound = "at least " if choice.rl is not None and not choice.rl.factors else ""
-        text += f", {bound}{_seconds(choice.seconds)} s" + (f", {slower:.0%} slower" if slower > 0.005 else "")
-    if choice.rl is not None:
-        text += f" ({', '.join(f'{name} {_seconds(part)}' for name, part in choice.rl.parts.items())})"
     rollouts, platform = training.rollouts, training.platform
+    if choice.rl is not None:
+        yield f"seconds: {', '.join(f'{name} {_seconds(part)}' for name, part in choice.rl.parts.items())}"
     if rollouts is not None:
-        sizes_of = choice.memory.phases
-        text += f", GiB by phase: {', '.join(f'{phase} {_gib(size)}' for phase, size in sizes_of.items())}"
+        yield f"GiB by phase: {', '.join(f'{phase} {_gib(size)}' for phase, size in choice.memory.phases.items())}"
     given_up = []
     if training.optim.offload_fraction:
         given_up.append("the processor updates the weights")
@@ -350,7 +393,8 @@ def choice_text(choice: Choice, first: Choice, place: Place) -> str:
         given_up.append("experts' tokens go over nodes")
     if mesh.pp > 1 and mesh.vpp == 1:
         given_up.append("a bubble")
-    return text + (f"; {', '.join(given_up)}" if given_up else "")
+    if given_up:
+        yield f"costs: {', '.join(given_up)}"
 
 
 def nearest_text(found: Search) -> str:
@@ -361,11 +405,8 @@ def nearest_text(found: Search) -> str:
         if critic is not None and critic.store == "device":
             text += ', or let the critic wait in main memory (rl.advantage.critic.store="host")'
         return f"{text}."
-    lines = ["The nearest that pass the checks and fit (lines for the config, or for the command):"]
-    for choice in choices:
-        lines.append(f"  {' '.join(toml_lines(found.changes(choice)))}")
-        lines.append(f"      {choice_text(choice, choices[0], found.place)}")
-    return "\n".join(lines)
+    head = "The nearest that pass the checks and fit, with lines for the config or the command:"
+    return "\n".join([head, *choice_lines(found, choices)])
 
 
 def calibration_lines(rates: RatesConfig) -> Iterator[str]:

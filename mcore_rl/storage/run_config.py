@@ -1,27 +1,32 @@
 """The config of a training, completed from the folder of its model."""
 
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from mcore_rl.config.changes import leaves, listing
 from mcore_rl.config.describe import describe
 from mcore_rl.config.extension import is_extension
-from mcore_rl.config.load import Setting, config_of, read_settings
+from mcore_rl.config.load import Setting, config_of, read_settings, refusal
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.section import Section
-from mcore_rl.errors import CheckpointError, ConfigError
+from mcore_rl.errors import CheckpointError, ConfigError, McoreRlError
 from mcore_rl.families.same_model import model_changes
 from mcore_rl.storage.folders import ModelFolder, find_model, is_hf, read_model_folder
 
 R = TypeVar("R", bound=RunConfig)
+MISSED = {"extends=": r"- |.* is not set;", "model.path": r"- .*(?:model\.|tokenizer|template)"}
+"""Beginning of a wrong setting -> messages about other settings that it causes; those of checks begin with a dash."""
 OF_TRAINING = (
     *("model.path", "model.head", "model.attention_dropout", "model.hidden_dropout", "model.mtp_loss_coeff"),
     *("model.moe.balance", "model.moe.aux_loss_coeff", "model.moe.expert_bias_rate", "model.moe.z_loss_coeff"),
     *("model.moe.capacity_factor", "model.moe.dispatcher"),
 )
 """Fields of `model` about training, which keep the value set in a weaker place, such as a recipe."""
+REPLACED = ("checkpoint.load", "data.tokenizer", "data.chat_template")
+"""Beginnings of fields in weaker places that a model's folder replaces."""
 NOT_TAKEN = ("model.path", "model.head")
 """Fields of `model` that no folder decides."""
 
@@ -46,10 +51,34 @@ def load_run_config(cls: type[R], path: Path | None, overrides: Sequence[str] = 
     Settings `without` are left out.
 
     Raises:
-        ConfigError: As of `load_config`; `model.path` is no model, or fields contradict the weights in it.
-        CheckpointError: A file of `model.path` cannot be read.
+        McoreRlError: Everything wrong with the settings, each for itself: files that are extended and missing, unknown
+            keys, a model that cannot be read, values of a wrong type, and fields that contradict the model's weights.
     """
-    return with_origins(cls, path, overrides, without)[0]
+    wrong, errors, lines = set(without), [], list[str]()
+    while True:
+        try:
+            config = with_origins(cls, path, overrides, wrong)[0]
+            break
+        except McoreRlError as error:
+            errors.append(error)
+            lines += meaningful(str(error).splitlines(), wrong)
+            if wrong.issuperset(error.keys):
+                break
+            wrong.update(error.keys)
+    if len(errors) > 1:
+        raise refusal(lines, wrong)
+    if errors:
+        raise errors[0]
+    return config
+
+
+def meaningful(lines: Iterable[str], wrong: Collection[str]) -> list[str]:
+    """Return the lines of messages about a config without the settings `wrong`, but for those that only their absence
+    causes: a default in the place of a wrong value would mislead.
+    """
+    hidden = [rf"(?<![\w.]){re.escape(key)}(?!\w)" for key in wrong]
+    hidden += [rf"^(?:{pattern})" for key, pattern in MISSED.items() if any(name.startswith(key) for name in wrong)]
+    return [line for line in lines if not any(re.search(pattern, line) for pattern in hidden)]
 
 
 def with_origins(
@@ -57,7 +86,16 @@ def with_origins(
 ) -> tuple[R, dict[str, str]]:
     """Return the config as `load_run_config` does, and for each field that is set where it was."""
     settings = read_settings(cls, path, overrides, without)
-    folder, named = _folder(settings)
+    try:
+        folder, named = _folder(settings)
+    except (ConfigError, CheckpointError) as error:
+        named = settings["model.path" if "model.path" in settings else "checkpoint.load"]
+        # What the model would replace is no mistake.
+        error.keys = {
+            named.key,
+            *(key for key in settings if key.startswith(REPLACED) and settings[key].rank < named.rank),
+        }
+        raise
     takes_weights = False
     if folder is not None and named is not None:
         own = _without_weaker(settings, folder, named)
@@ -148,11 +186,12 @@ def _refuse_contradictions(
             f"checkpoint.allow_changes={listing(loadable)[1]}."
         )
     places = dict.fromkeys(settings[change.key].source for change in refused if change.key in settings)
-    raise ConfigError(
+    message = (
         f"model.path={model.path} has weights of another model than is set {' and '.join(places)}:\n{listed}\n"
         "Leave these fields out; or, for random weights of the model that they describe, set checkpoint.load=none."
         f"{accept}"
     )
+    raise refusal([message], {change.key for change in refused} & settings.keys())
 
 
 def _is_same(one: str | None, other: str | None) -> bool:

@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -6,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.cli.cli import main, run
+from mcore_rl.config.recipes import recipes
 from mcore_rl.errors import ConfigError
 from tests.unit.planning.test_search import searched
 
@@ -15,14 +17,79 @@ VENV = str(ROOT / "launch/clusters/example_venv.toml")
 
 
 def lines_of(capsys, *words):
+    """Return the lines of a plan with each wrapped line joined again."""
     assert run(["plan", *words]) == 0
-    return capsys.readouterr().out.splitlines()
+    return joined(capsys.readouterr().out)
+
+
+def joined(text):
+    lines, before = [], ""
+    for line in text.splitlines():
+        is_wrapped = re.match(r" {8}\S", line) and len(before) + len(line.split()[0]) + 1 > 100
+        if is_wrapped or re.match(r" {5}[a-zG]", line):  # of a candidate, all that belongs to it
+            lines[-1] += " " + line.strip()
+        else:
+            lines.append(line)
+        before = line
+    return lines
+
+
+NO_PLAN = {"tiny_moe/lora_study", "tiny_moe/replay_study"}
+PROGRAMS_OF = {"any_model/copying_sft": "sft"}
+
+
+@pytest.mark.matrix("world")
+@pytest.mark.parametrize(
+    "words", [["--gpus", "64xH100"], ["--cluster", H100, "--world", "8..16"]], ids=["gpus", "world"]
+)
+def test_every_recipe_is_answered_with_yes_or_no_first_and_lines_that_a_terminal_shows(words, capsys):
+    answers = []
+    for recipe in recipes():
+        program = PROGRAMS_OF.get(recipe.name)
+        status = main(["plan", recipe.name, *words, *(("--program", program) if program else ())])
+        written = capsys.readouterr()
+        lines = written.out.splitlines() + written.err.splitlines()
+        assert max(map(len, lines)) <= 100, recipe.name
+        if recipe.name not in NO_PLAN:
+            answers.append(lines[0].partition(":")[0])
+            assert answers[-1] in ("yes", "no"), lines[0]
+            assert "--world" in words or (answers[-1] == "yes") is (status == 0), lines[0]
+    assert {"yes", "no"} == set(answers)
+
+
+def test_the_first_line_has_the_number_of_gpus_and_what_is_left(capsys):
+    words = ("qwen3_30b_a3b/pretrain", "--cluster", H100)
+    answer, _, memory, step, *_ = lines_of(capsys, *words, "--nodes", "2")
+    used, room = map(float, re.findall(r"([\d.]+) of ([\d.]+) GiB", memory)[0])
+    assert answer == f"yes: pretrain fits on 16 x H100 with at least {room - used:.1f} of 73.6 GiB free on each GPU"
+    assert " s (" in step and ") for a batch of 512 sequences: " in step
+    assert main(["plan", *words, "--nodes", "1"]) == 2
+    assert joined(capsys.readouterr().out)[0] == (
+        "no: pretrain does not fit on 8 x H100: the fullest GPU needs 78.8 of 73.6 GiB"
+    )
+    assert main(["plan", *words, "--nodes", "1", "mesh.ep=16"]) == 2
+    assert capsys.readouterr().out == "no: pretrain does not pass the checks on 8 ranks\n"
+
+
+def test_candidates_are_a_table_of_at_most_80_columns(capsys):
+    assert run(["plan", "mixtral_8x7b/sft", "--gpus", "16xH100", "--search"]) == 0
+    answer, *lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    header = next(i for i, line in enumerate(lines) if line.split()[:1] == ["#"])
+    first = lines[header + 1].split()
+    assert lines[header].split() == "# tp pp vpp cp ep GiB GiB free seconds to #1".split()
+    assert first[0] == "1" and answer.endswith(f"with at least {first[7]} of 74.0 GiB free on each GPU")
+    assert float(first[6]) + float(first[7]) == pytest.approx(74.0, abs=0.11)
+    assert "Seconds are of a step: a batch of 128 sequences of up to 8,192 tokens." in lines
+    # The fields have no blank inside, so that a shell passes each as one word.
+    fields = [word for line in lines if re.match(r" *\d: | {5}\w+\.", line) for word in line.split() if "=" in word]
+    assert fields and all(word.count("[") == word.count("]") for word in fields)
 
 
 def test_a_plan_says_layout_memory_time_and_what_limits_it(capsys):
     lines = lines_of(capsys, "mixtral_8x7b/pretrain", "--cluster", H100, "--nodes", "8")
-    layout, memory, step, shares, limits, reason, *warnings = lines
-    assert layout == "64 x H100: pp 4 x vpp 8 x dp 16; experts: ep 8, 2 copies; 16 microbatches of 1 x 4,096"
+    _, layout, memory, step, shares, limits, reason, *warnings = lines
+    assert layout == "mesh    pp 4 x vpp 8 x dp 16; experts: ep 8, 2 copies; 16 microbatches of 1 x 4,096 tokens"
     # Weights, gradients and optimizer of 1.876e9 parameters, counted with Megatron's modules.
     assert memory.startswith(
         "memory  stage 0 is fullest: 51.0 of 73.6 GiB: lasting 18.7 (weights 3.5, gradients 7.0, optimizer 8.2: exact)"
@@ -41,7 +108,7 @@ def test_a_plan_says_layout_memory_time_and_what_limits_it(capsys):
 
 def test_the_load_of_the_fullest_ranks_experts_is_an_input_of_time_and_memory(capsys):
     words = ("mixtral_8x7b/pretrain", "--cluster", H100, "--nodes", "8")
-    _, memory, step, *lines = lines_of(capsys, *words, "--imbalance", "1.3")
+    _, _, memory, step, *lines = lines_of(capsys, *words, "--imbalance", "1.3")
     assert "58.5 of 73.6 GiB: lasting 18.7" in memory and step.startswith("step    3.59 s")
     assert "experts the fullest rank's get 1.3 times the mean of tokens, in time and memory (--imbalance)" in lines
     assert not any("evenly loaded" in line for line in lines)
@@ -66,24 +133,24 @@ def test_what_does_not_fit_is_refused_with_the_nearest_meshes_that_do(capsys):
     of_recipe.append("platform.logits_chunk_tokens=none")
     with pytest.raises(ConfigError) as raised:
         run(of_recipe)
-    assert "82.3 of 73.6 GiB: DOES NOT FIT" in capsys.readouterr().out
-    assert "\n  optim.offload_fraction=1.0\n" in str(raised.value)
+    assert "needs 82.3 of 73.6 GiB" in capsys.readouterr().out
+    assert "\n  1: optim.offload_fraction=1.0\n" in str(raised.value)
     assert "the processor updates the weights" in str(raised.value)
     pinned = "replay.store=pinned"
     with pytest.raises(ConfigError) as raised:
         run([*of_recipe, pinned])
     shown = capsys.readouterr().out
-    assert "80.4 of 73.6 GiB: DOES NOT FIT" in shown and "main memory for routes (replay.store): 15.0" in shown
+    assert "needs 80.4 of 73.6 GiB" in shown and "main memory for routes (replay.store): 15.0" in shown
     assert "nearest that pass the checks and fit" in str(raised.value)
-    assert "\n  optim.offload_fraction=1.0\n" in str(raised.value)
+    assert "\n  1: optim.offload_fraction=1.0\n" in str(raised.value)
     assert "update" in lines_of(
         capsys, "qwen3_30b_a3b/grpo_r2", "--cluster", H100, "--nodes", "1", pinned, "mesh.pp=2", "mesh.ep=4"
-    )[3]  # fmt: skip
+    )[4]  # fmt: skip
 
 
 @pytest.mark.full
 def test_a_mesh_that_the_checks_refuse_is_answered_by_one_that_they_accept():
-    with pytest.raises(ConfigError, match=r"(?s)num_experts=128 is not a multiple of mesh.ep=6.*\n  mesh.ep=4"):
+    with pytest.raises(ConfigError, match=r"(?s)num_experts=128 is not a multiple of mesh.ep=6.*\n  1: mesh.ep=4"):
         run(
             ["plan", "qwen3_30b_a3b/pretrain", "mesh.ep=6", "--cluster", H100, "--nodes", "3", "train.global_batch=480"]
         )
@@ -91,39 +158,41 @@ def test_a_mesh_that_the_checks_refuse_is_answered_by_one_that_they_accept():
 
 @pytest.mark.full
 def test_a_search_lists_layouts_with_what_they_give_up_and_the_fields_to_set(capsys):
-    first, narrow, second, *choices = lines_of(
+    answer, first, narrow, _, _, *lines = lines_of(
         capsys, "qwen3_30b_a3b/pretrain", "--cluster", H100, "--nodes", "2", "--search"
     )
-    assert first.startswith("2,940 combinations") and "measure two" in second
+    assert answer.startswith("yes: ") and first.startswith("2,940 combinations")
     assert narrow == "102 of them leave less than 4% of the device's memory, and are left out."
-    assert len(choices) == 16
-    assert all("GiB" in line and "free" in line for line in choices[::2])
-    assert any("recomputes" in line and "slower" in line for line in choices[::2])
-    assert all("=" in line for line in choices[1::2])
+    table = lines.index(next(line for line in lines if line.split()[:1] == ["#"]))
+    rows, choices = lines[table + 1 : table + 9], lines[table + 9 :]
+    assert len(choices) == 8 and all("=" in line for line in choices) and any("recomputes" in line for line in choices)
+    assert [row.split()[0] for row in rows] == [str(i) for i in range(1, 9)] and any("+0%" not in row for row in rows)
 
 
 def test_a_rank_of_adapters_is_a_field_of_the_config(capsys):
     words = ("qwen3_30b_a3b/grpo_r2", "--cluster", H100, "--nodes", "1")
     lines = lines_of(capsys, *words, "--lora-rank", "16")
     assert lines == lines_of(capsys, *words, "lora.rank=16")
-    assert "gradients 0.1, optimizer 0.2" in lines[1] and "adapters of qwen3_moe on H100" in lines[5]
+    assert "gradients 0.1, optimizer 0.2" in lines[2] and "adapters of qwen3_moe on H100" in lines[6]
     assert main(["plan", "--calibrate", "runs/x", "--cluster", H100, "--lora-rank", "16"]) == 2
     assert "--lora-rank is of a CONFIG" in capsys.readouterr().err
 
 
 def test_a_table_of_worlds_says_from_where_a_mesh_fits(capsys):
     lines = lines_of(capsys, "qwen3_30b_a3b/pretrain", "--cluster", H100, "--world", "8..64")
-    rows = [line.split()[:3] for line in lines[1:]]
+    assert lines[0].startswith("yes: pretrain fits on 16 x H100 with") and lines[0].endswith("; on 3 of 4 sizes")
+    assert lines[1] == "A step is a batch of 512 sequences of up to 4,096 tokens."
+    rows = [line.split()[:3] for line in lines[3:]]
     assert [(ranks, fits) for ranks, _, fits in rows] == [("8", "no"), ("16", "yes"), ("32", "yes"), ("64", "yes")]
     # Of 12 bytes a weight, each doubling takes away a half of the rest: a rank has 3.63e9 weights of experts.
     gib = [float(row[1]) for row in rows]
     assert gib[0] - gib[1] == pytest.approx(2 * (gib[1] - gib[2]), abs=0.2)
-    assert lines[1].endswith("hours")
+    assert lines[3].endswith("hours")
 
 
 def test_a_table_of_worlds_takes_gpus_and_says_where_more_do_not_help(capsys):
     words = ("tiny_moe/pretrain", "platform.device=cuda", "train.global_batch=64")
-    _, *lines = lines_of(capsys, *words, "--gpus", "8xH100", "--world", "1..64")
+    _, _, _, *lines = lines_of(capsys, *words, "--gpus", "8xH100", "--world", "1..64")
     seconds = {int(line.split()[0]): float(line.split()[3]) for line in lines if " yes " in line}
     told = {int(line.split()[0]): int(line.split()[7].rstrip("%")) for line in lines if "hardly help" in line}
     shares = {world: 100 * time_s / seconds[world // 2] for world, time_s in seconds.items() if world // 2 in seconds}
@@ -138,7 +207,7 @@ def test_a_mesh_within_a_node_comes_first_among_those_that_are_alike():
 
 def test_a_table_of_worlds_has_the_phases_and_the_whole_step_of_reinforcement_learning(capsys):
     words = ("qwen3_30b_a3b/grpo_r2", "--cluster", H100)
-    bound, names, *rows = lines_of(capsys, *words, "--world", "8..16")
+    _, bound, names, *rows = lines_of(capsys, *words, "--world", "8..16")
     assert bound.endswith("seconds of a whole step are lower bounds")
     assert names.split()[:5] == ["ranks", "rollout", "scoring", "update", "fits"]
     plan = "\n".join(lines_of(capsys, *words, "--nodes", "2"))
@@ -151,22 +220,22 @@ def test_a_table_of_worlds_has_the_phases_and_the_whole_step_of_reinforcement_le
     assert rollout + train == pytest.approx(whole, abs=2)
     served = ("rl.engine.kind=vllm", "rl.engine.urls=[http://a:1]")
     lines = lines_of(capsys, *words, *served, "--server-nodes", "2", "--world", "16..16")
-    assert "servers on 16 GPUs beside them" in lines[0]
+    assert "servers on 16 GPUs beside them" in lines[1]
     # Without a number of servers there is memory alone.
-    assert len(lines_of(capsys, *words, *served, "--world", "16..16")[2].split()) == 5
+    assert len(lines_of(capsys, *words, *served, "--world", "16..16")[3].split()) == 5
 
 
 @pytest.mark.full
 def test_a_search_of_reinforcement_learning_lists_its_parts_and_phases(capsys):
     lines = lines_of(capsys, "qwen3_30b_a3b/grpo_r2", "--cluster", H100, "--nodes", "2", "--search")
-    assert any("a whole step, a lower bound: rollout by the engine on these ranks" in line for line in lines)
-    first = next(line for line in lines if line.startswith("  "))
-    assert "(rollout " in first and "updates " in first and "GiB by phase: rollout " in first
+    assert "Seconds are of a whole step, a lower bound: 4,096 completions by the engine on" in lines
+    first = next(line for line in lines if line.startswith("  1: "))
+    assert "seconds: rollout " in first and "updates " in first and "GiB by phase: rollout " in first
 
 
 def test_one_rank_is_described_with_its_groups_layers_and_experts(capsys):
     lines = lines_of(capsys, "qwen3_30b_a3b/pretrain", "mesh.pp=2", "--cluster", H100, "--nodes", "4", "--rank", "21")
-    assert lines[0] == "rank 21 on node 2: tp 1 cp 0 dp 2 pp 1 etp 0 ep 5 copy 0"
+    assert lines[1] == "rank 21 on node 2: tp 1 cp 0 dp 2 pp 1 etp 0 ep 5 copy 0"
     assert "group   dp: 8 ranks over 2 nodes: 17, 19, 21, 23, 25, 27, 29, 31" in lines
     assert "layers  24-47" in lines and "experts 80-95 of each MoE layer" in lines
 
