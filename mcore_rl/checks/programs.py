@@ -1,6 +1,6 @@
 """The trainings that run on ranks, by name: the module of a rank, its config, and the check of that config."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from mcore_rl.config.preferences import DPOConfig, RewardModelConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PretrainConfig, RunConfig
 from mcore_rl.config.sft import SFTConfig
-from mcore_rl.errors import ConfigError, McoreRlError
-from mcore_rl.storage.run_config import load_run_config, meaningful
+from mcore_rl.errors import ConfigError
+from mcore_rl.storage.run_config import load_run_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,27 +35,18 @@ class Program:
             McoreRlError: Everything wrong: what `load_run_config` raises, what the checks say of all other settings,
                 and the files that are not there.
         """
-        mistakes: McoreRlError | None = None
-        wrong: Collection[str] = ()
-        lines: list[str] = []
-        try:
-            config = load_run_config(self.config, path, overrides)
-        except McoreRlError as error:
-            mistakes, wrong = error, error.keys
+
+        def check(config: RunConfig, is_wrong: bool) -> None:
+            lines: list[str] = []
             try:
-                config = load_run_config(self.config, path, overrides, wrong)
-            except McoreRlError:
-                raise error from None
-        try:
-            checked = self.checked_ranks(config, ranks)
-        except ConfigError as error:
-            lines = meaningful(str(error).splitlines(), wrong)
-        if mistakes is None and not lines:
-            return config, checked
-        lines += [f"- {line}" for line in meaningful(absent_inputs(inputs_of(config)), wrong)]
-        if mistakes is not None and not lines:
-            raise mistakes
-        raise ConfigError("\n".join([*(str(mistakes).splitlines() if mistakes else ()), *lines]))
+                self.checked_ranks(config, ranks)
+            except ConfigError as error:
+                lines = str(error).splitlines()
+            if is_wrong or lines:
+                raise ConfigError("\n".join([*lines, *absent_inputs(inputs_of(config))]))
+
+        config = load_run_config(self.config, path, overrides, check=check)
+        return config, ranks or config.mesh.smallest_world
 
     def checked_ranks(self, config: RunConfig, ranks: int | None) -> int:
         """Return the number of ranks that a config was checked for; ConfigError if it cannot run on them."""

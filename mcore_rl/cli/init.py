@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.checks.programs import PROGRAMS, Program
+from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.cli.migrate import translated
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
@@ -59,8 +59,12 @@ def main(args: argparse.Namespace) -> int:
         *(_rl(config.model, ranks, args.reward or "numeric") if kind == "rl" else _steps(kind, ranks)),
     ]
     if gpus is not None:
-        fields = fitting_fields(folder, gpus, kind, [f"{key}={toml_value(value)}" for key, value, _ in rest])
-        lines += [(key, value, "") for key, value in fields.items()]
+        found = _tried(folder, gpus, kind, [f"{key}={toml_value(value)}" for key, value, _ in rest])
+        if not (shown := found.shortlist()):
+            raise ConfigError(
+                f"`mcore-rl plan {folder} --gpus {gpus.count}x{gpus.device} --program {kind}` says why not."
+            )
+        lines += [(key, value, "") for key, value in found.changes(shown[0]).items()]
     lines += rest
     lines.append(("checkpoint.interval", 50, "steps between two checkpoints"))
     sys.stdout.write(
@@ -181,15 +185,6 @@ def fit(folder: Path, gpus: Gpus, kind: str, overrides: Sequence[str]) -> int:
     raise ConfigError(f"{kind} does not fit on {gpus}. {remedy} This is {name}, {what}.")
 
 
-def fitting_fields(folder: Path, gpus: Gpus, kind: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the fields of the fastest mesh on which training the model fits; ConfigError if it fits on none."""
-    found = _tried(folder, gpus, kind, overrides)
-    shown = found.shortlist()
-    if not shown:
-        raise ConfigError(f"`mcore-rl plan {folder} --gpus {gpus.count}x{gpus.device} --program {kind}` says why not.")
-    return found.changes(shown[0])
-
-
 def _tried(folder: Path, gpus: Gpus, kind: str, overrides: Sequence[str]) -> Search:
     place = place_of(gpus.cluster())
     return search(_config(folder, gpus, kind, overrides), gpus.count, place)
@@ -204,27 +199,25 @@ def _refusal(folder: Path, gpus: Gpus, kind: str, overrides: Sequence[str]) -> s
 
 
 def _config(folder: Path, gpus: Gpus, kind: str, overrides: Sequence[str]) -> RunConfig:
-    program = PROGRAMS[kind]
     max_position = read_model_folder(find_model(str(folder), "FOLDER")).model.max_position
-    fields = [*_usual(program, folder, gpus, max_position), *overrides]
-    return load_run_config(program.config, None, fields)
-
-
-def _usual(program: Program, folder: Path, gpus: Gpus, max_position: int) -> Iterator[str]:
-    yield from ("platform.precision=bf16", "mesh.dp=auto", f"model.path={folder}", "checkpoint.load=none")
+    fields = ["platform.precision=bf16", "mesh.dp=auto", f"model.path={folder}", "checkpoint.load=none"]
     # File names for the checks; the files are not read.
-    yield from ("data.tokenizer.kind=huggingface", f"data.tokenizer.path={folder}")
+    fields += ["data.tokenizer.kind=huggingface", f"data.tokenizer.path={folder}"]
     # At least as many sequences as ranks, so that no mesh is refused because it cannot divide the batch.
-    if program is PROGRAMS["rl"]:
+    if kind == "rl":
         prompts, most = max(16, gpus.count // 8), min(1024, max_position // 2)
-        yield from (f"rl.prompts.max_tokens={most}", f"rl.rollout.max_new_tokens={most}")
-        yield from ("rl.prompts.files=prompts", f"rl.rollout.prompts_per_step={prompts}", "rl.rollout.group_size=8")
-        yield f"train.global_batch={8 * prompts}"
+        fields += [f"rl.prompts.max_tokens={most}", f"rl.rollout.max_new_tokens={most}", "rl.prompts.files=prompts"]
+        fields += [
+            f"rl.rollout.prompts_per_step={prompts}",
+            "rl.rollout.group_size=8",
+            f"train.global_batch={8 * prompts}",
+        ]
     else:
-        yield f"data.seq_length={min(1024, max_position)}"
-        yield from ("data.train=data", f"train.global_batch={max(8, gpus.count)}")
-    if program is PROGRAMS["rm"]:
-        yield "model.head=score"
+        fields += [f"data.seq_length={min(1024, max_position)}", "data.train=data"]
+        fields += [f"train.global_batch={max(8, gpus.count)}"]
+    if kind == "rm":
+        fields.append("model.head=score")
+    return load_run_config(PROGRAMS[kind].config, None, [*fields, *overrides])
 
 
 def size_of(model: ModelConfig) -> str:

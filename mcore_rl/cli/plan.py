@@ -12,7 +12,7 @@ from mcore_rl.checks.programs import PROGRAMS, program_of
 from mcore_rl.checks.run import refuse
 from mcore_rl.cli.init import fit
 from mcore_rl.config.cluster import ClusterConfig, RatesConfig
-from mcore_rl.config.kinds import READERS
+from mcore_rl.config.kinds import READERS, kind_of_config
 from mcore_rl.config.load import dump_config, kind_of, load_config
 from mcore_rl.config.recipes import config_file
 from mcore_rl.config.run import RunConfig
@@ -45,8 +45,6 @@ MAX_RANKS = 1_000_000
 """Largest world to plan, because ranks are computed individually."""
 WORTH_IT = 0.6
 """Largest time of a step, as a part of that on half the ranks, at which more ranks are worth it."""
-MESSAGE_WIDTH = 87
-"""Columns of a line of a message."""
 PLAN_MARK = "written by mcore-rl plan"
 """Marks files of --json, so that an earlier file is recognised."""
 
@@ -57,7 +55,7 @@ def main(args: argparse.Namespace) -> int:
         return _plan(args)
     except ConfigError as error:
         # Less than a plan's width, because a short message follows "ConfigError:" on its line.
-        raise ConfigError(wrapped(str(error), MESSAGE_WIDTH, 2)) from None
+        raise ConfigError(wrapped(str(error), 87, 2)) from None
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -102,11 +100,7 @@ def _plan(args: argparse.Namespace) -> int:
                 raise ConfigError(f"on {world_size} ranks:\n{error}") from None
             raise ConfigError(nearest_text(found))
         return 0
-    try:
-        plan = checked_estimate(config, world_size, place)
-    except ConfigError:
-        _write([f"no: {kind} does not pass the checks on {world_size} ranks"])
-        raise
+    plan = checked_estimate(config, world_size, place)
     if args.rank is not None and args.rank >= world_size:
         raise ConfigError(f"--rank {args.rank}, but the ranks are 0 to {world_size - 1}.")
     if args.rank is not None:
@@ -233,6 +227,7 @@ def checked_estimate(config: RunConfig, world_size: int, place: Place) -> Estima
         program_of(config).check(config, world_size)
         refuse(placement(config.model, config.mesh, place.ranks_per_node, world_size).refused)
     except ConfigError as error:
+        _write([f"no: {kind_of_config(config)} does not pass the checks on {world_size} ranks"])
         found = search(config, world_size, place)
         near = "No other mesh passes the checks either: these are not mistakes of the mesh alone."
         if found.refused < found.tried:
@@ -262,11 +257,7 @@ def _world_lines(kind: str, config: RunConfig, place: Place, world: int, largest
                 rows.append(f"{'':>7} {world} ranks hardly help: a step takes {share:.0%} of the time on half as many.")
             before_s = seconds or math.inf
         world *= 2
-    answer = (
-        f"{smallest}; on {num_fitting} of {num_tried} sizes"
-        if smallest
-        else f"no: {kind} fits on none of {num_tried} sizes"
-    )
+    answer = f"{smallest}; on {num_fitting} of {num_tried} sizes" if smallest else f"no: {kind} fits on none of these"
     return [answer, *rows]
 
 

@@ -152,9 +152,7 @@ class GroupLine:
 
     name: str
     moved: ProbeDifference
-    """Difference between the model with the replaced group and the checkpoint's: the probe's sensitivity to the
-    group.
-    """
+    """Difference of the model with the replaced group from the checkpoint's: the probe's sensitivity to it."""
     server: ProbeDifference
     """Difference between the server and the model with the replaced group."""
 

@@ -53,8 +53,7 @@ class NodeConfig(Section):
     gpu_memory_gib: NonNegativeFloat = 80.0
     """Memory per GPU in GiB."""
     reserved_gib: NonNegativeFloat = 6.0
-    """GPU memory in GiB that is not available to tensors: the CUDA context, buffers of NCCL and DeepEP,
-    fragmentation."""
+    """GPU memory in GiB that tensors cannot use: CUDA context, buffers of NCCL and DeepEP, fragmentation."""
     cores: PositiveInt | None = None
     """Cores per node, shared by the node's tasks; `none`: as many as Slurm assigns."""
     bind: bool = True
@@ -112,8 +111,7 @@ class ContainerConfig(ContainerSection):
     image: Text
     """Image: a file visible to all nodes (.sqsh, .sif), or a reference such as docker://registry#name:tag."""
     mounts: tuple[str, ...] = ()
-    """Mounts as from:to[:flags]. The folder of submission and the run's folder are always mounted, under their own
-    names."""
+    """Mounts as from:to[:flags]. The working folder and the run's are always mounted, under their own names."""
     options: tuple[str, ...] = ()
     """Additional options of srun (pyxis) or of `apptainer exec`, one argument each."""
     timeout_s: PositiveInt = 1800

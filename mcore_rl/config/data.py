@@ -37,8 +37,7 @@ class DataConfig(Section):
     """Prefixes of .bin/.idx pairs to evaluate on. If `valid` or `test` is given, `train` is not split; if neither is,
     `split` divides it."""
     test: tuple[str, ...] = ()
-    """Prefixes of .bin/.idx pairs for the test loss at the end; with `valid` given and an empty list, there is no test
-    loss."""
+    """Prefixes of .bin/.idx pairs for the test loss at the end; if empty while `valid` is given: no test loss."""
     split: tuple[float, float, float] = (98.0, 1.0, 1.0)
     """Shares of the documents for train, valid and test, if `valid` and `test` are empty."""
     seq_length: PositiveInt = 256

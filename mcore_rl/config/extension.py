@@ -17,8 +17,7 @@ from mcore_rl.errors import ConfigError
 
 Choice = TypeVar("Choice")
 MODEL_PART = "model:"
-"""Prefix of a part of `rl.reward.parts` that is a reward model, followed by its path; it is never taken for a module's
-name."""
+"""Prefix of a part of `rl.reward.parts` that is a reward model, followed by its path; it names no module."""
 STEP_MODEL_PART = "step_model:"
 """Prefix of a part that is a process reward model, which scores the ends of steps."""
 HTTP_PARTS = ("http:", "https:")

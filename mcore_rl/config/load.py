@@ -21,13 +21,11 @@ from mcore_rl.errors import ConfigError
 
 S = TypeVar("S", bound=Section)
 OVERRIDDEN = {"data.prompt_field": "data.prompt_template", "rl.prompts.prompt_field": "rl.prompts.prompt_template"}
-"""Field -> alternative to it. If the field is set on top of a file that sets the alternative, the alternative gets its
-default."""
+"""Field -> alternative to it, which gets its default if the field is set on top of a file that sets it."""
 UNTRANSLATED = "untranslated."
 """Keys of settings of another system that `mcore-rl init --from` leaves to the user: a config with one is refused."""
 MISSPELT = 0.93
-"""Similarity, by difflib, above which an unknown key is taken for a misspelt field rather than another system's
-setting."""
+"""Similarity, by difflib, above which an unknown key is a misspelt field rather than another system's setting."""
 
 
 @dataclass(frozen=True, slots=True)

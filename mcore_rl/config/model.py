@@ -194,8 +194,7 @@ class ModelConfig(Section):
     norm_eps: PositiveFloat = 1e-6
     """Epsilon of every RMSNorm."""
     sliding_window: PositiveInt | None = None
-    """Number of positions, including its own, that a token sees in every second layer, starting with the first; `none`:
-    all."""
+    """Positions, its own included, that a token sees in every second layer, from the first on; `none`: all."""
     qkv_bias: Switch = "auto"
     """Biases of queries, keys and values; `auto`: the family's default."""
     qk_norm: Switch = "auto"

@@ -28,8 +28,7 @@ class StudyConfig(Section):
     """Minutes after which the study stops: the current run finishes its rollout batch and saves, and the same command
     resumes it; `none`: no limit."""
     collapse_below: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """A run has collapsed if the mean reward of its last fifth is below this fraction of the mean reward of its best
-    fifth."""
+    """A run has collapsed if the mean reward of its last fifth is below this fraction of its best fifth's."""
 
 
 STAGES = ("pretrain", "sft", "rm", "dpo", "convert", "rl")

@@ -118,8 +118,7 @@ class DPOSection(Section):
     length_normalised: bool | Literal["auto"] = "auto"
     """Whether an answer's logprob is divided by its number of tokens; `auto`: for simpo and orpo."""
     target_margin: NonNegativeFloat = 0.0
-    """Margin by which the chosen answer's reward should be larger, SimPO's gamma; its paper uses 0.3 to 1.6 for its
-    betas."""
+    """Margin by which the chosen answer's reward should be larger: SimPO's gamma, 0.3 to 1.6 in its paper."""
     margin_coeff: NonNegativeFloat = 0.0
     """Factor on the margin of a pair in the data (data.margin_field), which is added to `target_margin` as in ODPO
     (arXiv 2402.10571); 0: margins are not used."""

@@ -23,8 +23,7 @@ class ReplayConfig(Section):
     """Which routes are replayed; `r2`: recorded in the trainer's pass for old logprobs; `r3`: the rollout engine's, in
     that pass too; `none`: no replay, every pass routes for itself."""
     reference: Literal["live", "replay"] = "live"
-    """Routes of the reference policy; `live`: the choice of its own router; `replay`: the routes imposed on the
-    policy."""
+    """Routes of the reference; `live`: its own router chooses; `replay`: those that are imposed on the policy."""
     missing: Literal["error", "live", "refuse"] = "error"
     """For r3: treatment of tokens for which the engine returned no routes (a preempted request, a turn of a
     conversation, tokens from a server's cache), or a server recomputed them with newer weights than sampled the token

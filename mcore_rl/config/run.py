@@ -14,8 +14,7 @@ from mcore_rl.config.optim import LoraConfig, OptimConfig
 from mcore_rl.config.section import Seconds, Section, Seed, Store, Text
 
 WHOLE_LOGITS_BYTES, CHUNK_BYTES = 2**31, 2**29
-"""Bytes of fp32 logits up to which `platform.logits_chunk_tokens` = "auto" does not chunk, and bytes per chunk
-above."""
+"""Bytes of a chunk of fp32 logits if `platform.logits_chunk_tokens` = "auto"; smaller logits stay whole."""
 CHUNK_MULTIPLE = 128
 """Number of positions that "auto" makes a chunk a multiple of."""
 
@@ -116,8 +115,7 @@ class TrainConfig(Section):
     micro_batch: PositiveInt = 1
     """Sequences per forward pass on a rank."""
     ramp_start: PositiveInt | None = None
-    """Sequences per step at the start of a growing batch; `none` (also in the next two fields): the batch does not
-    grow."""
+    """Sequences per step at the start of a growing batch; `none` (also in the next two): it does not grow."""
     ramp_increment: PositiveInt | None = None
     """Sequences by which the batch grows at a time."""
     ramp_samples: PositiveInt | None = None
@@ -133,8 +131,7 @@ class TrainConfig(Section):
     ranks then do at the same time, and before evaluations and checkpoints, rather than at any time; `auto`: on GPUs
     with several ranks 100, in RL 1, else `none`; `none`: whenever Python decides."""
     max_skipped: NonNegativeInt = 10
-    """Maximum number of consecutive steps that are skipped because loss or gradient is not finite; a further skip ends
-    the run."""
+    """Maximum number of consecutive steps skipped for a loss or gradient that is not finite; one more ends the run."""
     hang_s: Seconds | Literal["auto"] | None = "auto"
     """Seconds that a step (in RL: a rollout batch and its updates) may take. A run that takes longer hangs: it is
     ended, to resume from its last checkpoint; `auto`: ten times the longest step of this start, at least 300 s, and

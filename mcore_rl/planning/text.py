@@ -59,16 +59,21 @@ def answer_line(kind: str, plan: Estimate) -> str:
 
 def estimate_lines(plan: Estimate) -> Iterator[str]:
     """Yield the lines of a plan: layout, memory, time, limits, warnings."""
-    yield layout_line(plan)
+    training, fullest = plan.training, plan.fullest
+    batch = f"{plan.num_microbatches} microbatches of {training.micro_batch} x {training.seq_length:,} tokens"
+    yield f"mesh    {mesh_text(training)}; {batch}"
     yield f"memory  {memory_text(plan)}"
-    fullest = plan.fullest
-    names = " and ".join(model.name for model in plan.training.models if model.on_host)
+    names = " and ".join(model.name for model in training.models if model.on_host)
     if fullest.host:
         if fullest.server is not None and fullest.server.keeps_weights:
             names += " and for sleeping servers"
         yield f"        main memory for the {names}: {_node_gib(plan, fullest.host):,.0f} GiB a node"
-    if phases := phases_text(plan):
-        yield f"        {phases}"
+    if any(model.trains and model.store != "device" for model in training.models):
+        yield (
+            f"        models by phase: rollout {_gib(fullest.rollout_models)}, scoring passes "
+            f"{_gib(fullest.scoring_models)}, update {_gib(fullest.permanent)}, checkpoint "
+            f"{_gib(fullest.saving_models)} GiB"
+        )
     if fullest.server is not None:
         yield f"        {servers_text(plan, fullest, fullest.server)}"
     if fullest.host_routes:
@@ -150,13 +155,6 @@ def _checkpoints(plan: Estimate) -> str:
     )
 
 
-def layout_line(plan: Estimate) -> str:
-    """Return mesh and microbatches in one line."""
-    training = plan.training
-    batch = f"{plan.num_microbatches} microbatches of {training.micro_batch} x {training.seq_length:,} tokens"
-    return f"mesh    {mesh_text(training)}; {batch}"
-
-
 def mesh_text(training: Training) -> str:
     """Return the axes of a mesh, and its experts'."""
     mesh = training.mesh
@@ -187,17 +185,6 @@ def memory_text(plan: Estimate) -> str:
     if stage.rollout_cache:
         text += f"; in a rollout, instead of activations, a cache of {_gib(stage.rollout_cache)}"
     return text
-
-
-def phases_text(plan: Estimate) -> str:
-    """Return the memory of models in each phase on the fullest stage; empty if no trained model waits."""
-    stage = plan.fullest
-    if all(model.store == "device" for model in plan.training.models if model.trains):
-        return ""
-    return (
-        f"models by phase: rollout {_gib(stage.rollout_models)}, scoring passes {_gib(stage.scoring_models)}, update "
-        f"{_gib(stage.permanent)}, checkpoint {_gib(stage.saving_models)} GiB"
-    )
 
 
 def servers_text(plan: Estimate, memory: Memory, server: SharedServer) -> str:
@@ -320,20 +307,14 @@ def world_line(plan: Estimate) -> str:
 
 def search_lines(found: Search, shown: list[Choice]) -> Iterator[str]:
     """Yield the counts of a search, and the table of the choices."""
-    yield wrapped(
-        f"{found.tried:,} combinations of mesh, micro-batch and recomputation on {found.training.world_size} ranks: "
-        f"{found.refused:,} are refused by the checks, {found.too_large:,} do not fit, {len(found.choices):,} fit.",
-        TABLE_WIDTH,
-    )
+    yield f"{found.tried:,} combinations of mesh, micro-batch and recomputation were tried: {found.refused:,} are"
+    yield f"refused by the checks, {found.too_large:,} do not fit, {len(found.choices):,} fit."
     if not shown:
         return
     if narrow := len(found.choices) - len(found.with_spare()):
         yield f"{narrow:,} of them leave less than {SPARE:.0%} of the device's memory, and are left out."
     if shown[0].seconds is not None:
-        alike = (
-            f"These layouts are within {WITHIN:g}x of the fastest: a prediction cannot tell them apart. Measure two."
-        )
-        yield wrapped(alike, TABLE_WIDTH)
+        yield f"A prediction cannot tell apart layouts within {WITHIN:g}x of the fastest: measure two."
     yield from choice_lines(found, shown)
 
 
@@ -381,20 +362,16 @@ def _details(choice: Choice, place: Place) -> Iterator[str]:
         yield f"seconds: {', '.join(f'{name} {_seconds(part)}' for name, part in choice.rl.parts.items())}"
     if rollouts is not None:
         yield f"GiB by phase: {', '.join(f'{phase} {_gib(size)}' for phase, size in choice.memory.phases.items())}"
-    given_up = []
-    if training.optim.offload_fraction:
-        given_up.append("the processor updates the weights")
-    if rollouts is not None and training.model.is_moe and rollouts.route_store != "device":
-        given_up.append("routes wait in main memory")
-    if platform.recompute != "none":
-        modules = "+".join(platform.recompute_modules)
-        given_up.append(f"recomputes {'all' if platform.recompute == 'full' else modules}")
-    if training.model.is_moe and mesh.ep * mesh.etp > place.ranks_per_node:
-        given_up.append("experts' tokens go over nodes")
-    if mesh.pp > 1 and mesh.vpp == 1:
-        given_up.append("a bubble")
-    if given_up:
-        yield f"costs: {', '.join(given_up)}"
+    modules = "+".join(platform.recompute_modules)
+    costs = {
+        "the processor updates the weights": bool(training.optim.offload_fraction),
+        "routes wait in main memory": bool(rollouts and training.model.is_moe and rollouts.route_store != "device"),
+        f"recomputes {'all' if platform.recompute == 'full' else modules}": platform.recompute != "none",
+        "experts' tokens go over nodes": training.model.is_moe and mesh.ep * mesh.etp > place.ranks_per_node,
+        "a bubble": mesh.pp > 1 and mesh.vpp == 1,
+    }
+    if any(costs.values()):
+        yield f"costs: {', '.join(cost for cost, is_paid in costs.items() if is_paid)}"
 
 
 def nearest_text(found: Search) -> str:

@@ -1,7 +1,7 @@
 """The config of a training, completed from the folder of its model."""
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,34 +42,38 @@ load.
 """
 
 
-def load_run_config(cls: type[R], path: Path | None, overrides: Sequence[str] = (), without: Collection[str] = ()) -> R:
+def load_run_config(
+    cls: type[R], path: Path | None, overrides: Sequence[str] = (), check: Callable[[R, bool], None] | None = None
+) -> R:
     """Read the config of a training as `load_config` does, with defaults from the folder of its model.
 
     `model.path` gives the section `model`, the tokenizer, the chat template of a run, and the weights; without it
     `checkpoint.load` gives all but the weights, where it is there and describes its model.
 
-    Settings `without` are left out.
+    `check` gets the config, without the settings that are wrong, and whether there are any; it raises what else is.
 
     Raises:
         McoreRlError: Everything wrong with the settings, each for itself: files that are extended and missing, unknown
             keys, a model that cannot be read, values of a wrong type, and fields that contradict the model's weights.
     """
-    wrong, errors, lines = set(without), [], list[str]()
+    wrong, errors, lines = set[str](), list[McoreRlError](), list[str]()
     while True:
         try:
             config = with_origins(cls, path, overrides, wrong)[0]
+            if check is not None:
+                check(config, bool(errors))
+            if not errors:
+                return config
             break
         except McoreRlError as error:
-            errors.append(error)
-            lines += meaningful(str(error).splitlines(), wrong)
+            found = meaningful(str(error).splitlines(), wrong)
+            if found or not errors:
+                errors.append(error)
+            lines += found
             if wrong.issuperset(error.keys):
                 break
             wrong.update(error.keys)
-    if len(errors) > 1:
-        raise refusal(lines, wrong)
-    if errors:
-        raise errors[0]
-    return config
+    raise errors[0] if len(errors) == 1 else refusal(lines, wrong)
 
 
 def meaningful(lines: Iterable[str], wrong: Collection[str]) -> list[str]:
@@ -91,10 +95,8 @@ def with_origins(
     except (ConfigError, CheckpointError) as error:
         named = settings["model.path" if "model.path" in settings else "checkpoint.load"]
         # What the model would replace is no mistake.
-        error.keys = {
-            named.key,
-            *(key for key in settings if key.startswith(REPLACED) and settings[key].rank < named.rank),
-        }
+        weaker = {key for key in settings if key.startswith(REPLACED) and settings[key].rank < named.rank}
+        error.keys = weaker | {named.key}
         raise
     takes_weights = False
     if folder is not None and named is not None:

@@ -30,8 +30,7 @@ class AgentConfig(Section):
     """GiB of address space that a process of a session, and each that it starts, may take beyond its initial size
     (RLIMIT_AS); `none`: no limit."""
     max_calls: PositiveInt = 64
-    """Maximum number of answers of the policy in a session; further requests are refused, and the sample is
-    truncated."""
+    """Maximum number of the policy's answers in a session; a further request is refused and truncates it."""
     max_tokens: PositiveInt = 4096
     """Maximum number of tokens of a session after its prompt, over all its segments; a request without room is refused
     with the code context_length_exceeded."""
@@ -50,8 +49,7 @@ class AgentConfig(Section):
     port: NonNegativeInt = 0
     """Port of the first replica; each further replica has the next one; 0: any free port."""
     window_s: NonNegativeFloat = 0.02
-    """Seconds that a first request waits for others to be generated together with it, by an engine in the training
-    processes."""
+    """Seconds that the engine in the training processes waits for further requests to generate as a batch."""
 
     @property
     def is_on(self) -> bool:

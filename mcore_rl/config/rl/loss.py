@@ -329,8 +329,7 @@ class LossConfig(Section):
     """Number of completions over which a KL that is 20 % or more off `kl_target` changes `kl_coeff` by a fifth; at
     least the completions of a rollout batch."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL, with d = log(reference / policy) of a sampled token; `k1`: -d; `k2`: d^2 / 2; `k3`: e^d - d
-    - 1."""
+    """Estimator of the KL, d = log(reference / policy) of a token; `k1`: -d; `k2`: d^2 / 2; `k3`: e^d - d - 1."""
     kl_gradient: Literal["estimator", "k2"] = "estimator"
     """Gradient of the KL in the loss; `estimator`: the estimator's derivative; `k2`: the derivative of k2, which in
     expectation is the gradient of the KL."""

@@ -165,8 +165,7 @@ class RewardConfig(Section):
     length_min_tokens: NonNegativeInt = 0
     """Minimum length for the part `length`: a shorter completion loses the missing fraction, from 0 to -1."""
     length_max_tokens: PositiveInt | None = None
-    """Maximum length for the part `length`: a longer completion loses the excess fraction, at most 1; `none`: no
-    limit."""
+    """Maximum length for the part `length`: a longer completion loses the excess, at most 1; `none`: no limit."""
     overlong_buffer_tokens: PositiveInt | None = None
     """Tokens before rollout.max_new_tokens, or environment.max_tokens with an environment, over which the reward falls
     linearly by `overlong_penalty` (DAPO); `none`: no penalty."""
@@ -198,8 +197,7 @@ class RewardConfig(Section):
     """Template that renders prompt and completion as text for reward models with a tokenizer of their own; `none`: the
     template that their runs were trained with."""
     model_store: Store = "host"
-    """Memory in which the weights of reward models wait for their passes; `device`: the policy's; `host`: main
-    memory."""
+    """Memory in which reward models wait for their passes; `device`: the policy's; `host`: main memory."""
     normalize_models: bool = False
     """Normalize the scores of reward models (`model:`) by the mean and the standard deviation of all their scores so
     far in the run; both are saved with each checkpoint."""

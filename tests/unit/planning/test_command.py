@@ -158,7 +158,7 @@ def test_a_mesh_that_the_checks_refuse_is_answered_by_one_that_they_accept():
 
 @pytest.mark.full
 def test_a_search_lists_layouts_with_what_they_give_up_and_the_fields_to_set(capsys):
-    answer, first, narrow, _, _, *lines = lines_of(
+    answer, first, _, narrow, *lines = lines_of(
         capsys, "qwen3_30b_a3b/pretrain", "--cluster", H100, "--nodes", "2", "--search"
     )
     assert answer.startswith("yes: ") and first.startswith("2,940 combinations")
