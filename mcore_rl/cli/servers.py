@@ -23,16 +23,9 @@ from mcore_rl.megatron import platform as platforms
 from mcore_rl.megatron.mesh import build_mesh, seed_ranks
 from mcore_rl.model.build import local_shards
 from mcore_rl.programs.inputs import load_model
+from mcore_rl.rl.engines import server_process
 from mcore_rl.rl.engines.probe import FEWEST_EXPERT_TOKENS, Probe, ProbeDifference, ProbeReference, difference_of
 from mcore_rl.rl.engines.server_api import server_apis
-from mcore_rl.rl.engines.server_process import (
-    ServerProcess,
-    register,
-    registration,
-    replacement_request,
-    server_command,
-    servers_folder,
-)
 from mcore_rl.storage.checkpoint import find_checkpoint, path_of_step, saved_steps
 from mcore_rl.storage.folders import read_run, stored_lora
 from mcore_rl.storage.run_config import load_run_config
@@ -76,18 +69,18 @@ def serve(args: argparse.Namespace) -> int:
             f'rl.engine.kind="{config.rl.engine.kind}" has no servers. Set rl.engine.kind="vllm" or "sglang".'
         )
     on_gpu = config.platform.device == "cuda" or (config.platform.device == "auto" and GPU_DEVICE.exists())
-    folder, size = servers_folder(config.run_dir), engine.tensor_parallel
+    folder, size = server_process.servers_folder(config.run_dir), engine.tensor_parallel
     # Servers on several machines share the folder, and each writes its own files there.
     of_host = folder / socket.gethostname()
-    command = partial(server_command, config, of_host, host=EVERYWHERE, on_gpu=on_gpu)
-    servers: list[ServerProcess] = []
+    command = partial(server_process.server_command, config, of_host, host=EVERYWHERE, on_gpu=on_gpu)
+    servers: list[server_process.ServerProcess] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
     try:
         for index in range(args.count):
             port = args.port + index
             servers.append(
-                ServerProcess(
+                server_process.ServerProcess(
                     command,
                     folder / f"{of_host.name}_{port}.log",
                     devices=range(index * size, (index + 1) * size) if on_gpu else (),
@@ -102,16 +95,16 @@ def serve(args: argparse.Namespace) -> int:
         # First: no run sends them further requests, and what they have in progress is asked of others.
         for server in servers:
             if engine.servers_dir is not None:
-                registration(engine.servers_dir, _address(server)).unlink(missing_ok=True)
+                server_process.registration(engine.servers_dir, _address(server)).unlink(missing_ok=True)
         for server in servers:
             server.close()
 
 
-def _address(server: ServerProcess) -> str:
+def _address(server: server_process.ServerProcess) -> str:
     return f"http://{socket.gethostname()}:{server.url.rsplit(':', 1)[1]}"
 
 
-def _watch(folder: Path, servers: list[ServerProcess], servers_dir: str | None) -> int:
+def _watch(folder: Path, servers: list[server_process.ServerProcess], servers_dir: str | None) -> int:
     quick_ends = dict.fromkeys(range(len(servers)), 0)
     since_s, beat_s = time.time(), -BEAT_S
     while True:
@@ -119,9 +112,9 @@ def _watch(folder: Path, servers: list[ServerProcess], servers_dir: str | None) 
         if servers_dir is not None and time.monotonic() > beat_s + BEAT_S:
             beat_s = time.monotonic()
             for server in servers:
-                register(servers_dir, _address(server))
+                server_process.register(servers_dir, _address(server))
         for index, server in enumerate(servers):
-            request = replacement_request(folder, _address(server))
+            request = server_process.replacement_request(folder, _address(server))
             if not server.is_alive:
                 quick_ends[index] = quick_ends[index] + 1 if server.age_s < QUICK_S else 1
                 if quick_ends[index] >= MAX_QUICK_ENDS:

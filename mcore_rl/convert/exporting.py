@@ -15,6 +15,7 @@ import torch
 
 from mcore_rl.checks.model import checked_hf_config
 from mcore_rl.config.extension import optional_package
+from mcore_rl.convert.copying import tensors
 from mcore_rl.convert.copying.conversion import (
     Conversion,
     CopySettings,
@@ -23,37 +24,10 @@ from mcore_rl.convert.copying.conversion import (
     import_behind,
     write_manifest,
 )
-from mcore_rl.convert.copying.tensors import (
-    OUTPUT_DTYPES,
-    OutputDtype,
-    TargetTensor,
-    TensorSource,
-    chunk_at,
-    fill,
-    output_dtype,
-    tasks_of,
-)
-from mcore_rl.convert.hf.folder import (
-    ADAPTER_CONFIG,
-    ADAPTER_FILES,
-    CARD,
-    INDEX,
-    QUANTIZATION_FILES,
-    HfFolder,
-    copy_files,
-    open_hf,
-    small_files,
-)
+from mcore_rl.convert.hf import folder as hf_folder
+from mcore_rl.convert.hf import text_files as hf_text
 from mcore_rl.convert.hf.model import HfSource, MtpLayers, as_stored, expert_layout, in_text_names
 from mcore_rl.convert.hf.quantization import FP8, FP8_SCALE
-from mcore_rl.convert.hf.text_files import (
-    TOKENIZER_FILES,
-    ModelText,
-    has_tokenizer,
-    is_of_tokenizer,
-    model_card,
-    text_files,
-)
 from mcore_rl.convert.hf.writer import Blocks, Quantization, SafetensorsWriter, WithReference, blocks_like, shards_of
 from mcore_rl.convert.megatron.model import DistModel, open_dist_model
 from mcore_rl.convert.megatron.tensors import MergedSource
@@ -82,12 +56,12 @@ class ExportOptions:
 
     reference: Path | None = None
     """A folder of the same model, from which config, tokenizer and other small files are copied."""
-    dtype: OutputDtype = "keep"
+    dtype: tensors.OutputDtype = "keep"
     """Type of the weights; expert biases stay fp32, or with "keep" in the type that they were imported from."""
     mtp: MtpLayers = "keep"
     quantize: Quantization = "none"
     """`int4`, `fp8`: tensors that the reference has in such blocks are written in them."""
-    text: ModelText | None = None
+    text: hf_text.ModelText | None = None
     """The tokenizer that the model was trained with; None for the reference's, if any."""
     run: Path | None = None
     merges: bool = False
@@ -96,10 +70,10 @@ class ExportOptions:
 def plan_export(source: Path, folder: Path, options: ExportOptions, settings: CopySettings) -> Conversion:
     """Plan an export; CheckpointError or ConfigError for all that can be known before it starts."""
     reference, others = _reference(options.reference)
-    copied = small_files(options.reference) if options.reference is not None else {}
+    copied = hf_folder.small_files(options.reference) if options.reference is not None else {}
     if options.text is not None:
         # Its tokenizer comes as a whole: a chat template of the reference's would go before an entry of its own.
-        copied = {name: file for name, file in copied.items() if not is_of_tokenizer(name)}
+        copied = {name: file for name, file in copied.items() if not hf_text.is_of_tokenizer(name)}
     read = sizes_and_times(copied.values())
     experts = expert_layout(reference) if reference else "each"
     adapters: Literal["merge", "refuse"] = "merge" if options.merges else "refuse"
@@ -125,7 +99,7 @@ def plan_export(source: Path, folder: Path, options: ExportOptions, settings: Co
         final=folder,
         sources=list(_sources(source, dist_model, options)),
         targets=targets,
-        tasks=tasks_of(shards, settings.task_bytes),
+        tasks=tensors.tasks_of(shards, settings.task_bytes),
         open_source=partial(_source, dist_model, copied_from, blocks),
         writer=SafetensorsWriter(shards),
         identity=f"export {options} {digest.hexdigest()} {dist_model.model} {dist_model.folder.digest}",
@@ -159,7 +133,9 @@ def _sources(source: Path, dist_model: DistModel, options: ExportOptions) -> Ite
         yield "the tokenizer", Path(options.text.tokenizer.path)
 
 
-def export_targets(dist_model: DistModel, dtype: OutputDtype, reference: HfFolder | None) -> list[TargetTensor]:
+def export_targets(
+    dist_model: DistModel, dtype: tensors.OutputDtype, reference: hf_folder.HfFolder | None
+) -> list[tensors.TargetTensor]:
     """Return Hugging Face's tensors in the order of the family's rules, then the duplicates that are written.
 
     Expert biases, which Megatron has in fp32, keep the type of the folder that they were imported from while it holds
@@ -174,10 +150,10 @@ def export_targets(dist_model: DistModel, dtype: OutputDtype, reference: HfFolde
             shapes[duplicate.name] = shapes[duplicate.original]
     in_fp32 = {name for name in shapes if any(copy.source in dist_model.weights.fp32_keys for copy in copies[name])}
     targets = [
-        TargetTensor(
+        tensors.TargetTensor(
             name=name,
             shape=shape,
-            dtype=output_dtype(name, copies[name], dtype, dist_model.dtype, is_fp32=name in in_fp32),
+            dtype=tensors.output_dtype(name, copies[name], dtype, dist_model.dtype, is_fp32=name in in_fp32),
             copies=copies[name],
         )
         for name, shape in shapes.items()
@@ -186,15 +162,15 @@ def export_targets(dist_model: DistModel, dtype: OutputDtype, reference: HfFolde
         return targets
     before, source = _types_before(dist_model, reference), dist_model.source()
 
-    def in_its_type(target: TargetTensor) -> TargetTensor:
-        values = fill(chunk_at(target, whole(target.shape)), source)
+    def in_its_type(target: tensors.TargetTensor) -> tensors.TargetTensor:
+        values = tensors.fill(tensors.chunk_at(target, whole(target.shape)), source)
         type_before = before.get(target.name, target.dtype)
         return replace(target, dtype=type_before) if torch.equal(values.to(type_before).float(), values) else target
 
     return [in_its_type(target) if target.name in in_fp32 else target for target in targets]
 
 
-def _types_before(dist_model: DistModel, reference: HfFolder | None) -> dict[str, torch.dtype]:
+def _types_before(dist_model: DistModel, reference: hf_folder.HfFolder | None) -> dict[str, torch.dtype]:
     if reference is not None:
         return {name: tensor.dtype for name, tensor in reference.tensors.items()}
     imported = import_behind(dist_model.folder.path)
@@ -205,7 +181,7 @@ def _types_before(dist_model: DistModel, reference: HfFolder | None) -> dict[str
     }
 
 
-def _reference(path: Path | None) -> tuple[HfFolder | None, tuple[str, ...]]:
+def _reference(path: Path | None) -> tuple[hf_folder.HfFolder | None, tuple[str, ...]]:
     """Return the reference's tensors under their family's names, and the names of tensors outside its text model.
 
     A folder with only config and tokenizer is a valid reference too, except for a model around a text model, because
@@ -214,8 +190,8 @@ def _reference(path: Path | None) -> tuple[HfFolder | None, tuple[str, ...]]:
     if path is None:
         return None, ()
     config = read_config(path)
-    if any(path.glob("*.safetensors")) or (path / INDEX).is_file():
-        return in_text_names(open_hf(path))
+    if any(path.glob("*.safetensors")) or (path / hf_folder.INDEX).is_file():
+        return in_text_names(hf_folder.open_hf(path))
     if shell_of(config) is not None:
         raise CheckpointError(
             f"--reference {path} has model_type={config['model_type']!r} and no tensors: those that are not of the "
@@ -225,7 +201,7 @@ def _reference(path: Path | None) -> tuple[HfFolder | None, tuple[str, ...]]:
     return None, ()
 
 
-def _passing(reference: HfFolder | None, names: Sequence[str]) -> list[TargetTensor]:
+def _passing(reference: hf_folder.HfFolder | None, names: Sequence[str]) -> list[tensors.TargetTensor]:
     targets = [as_stored(reference, name) for name in names] if reference else []
     for target in targets:
         if target.dtype in FP8:
@@ -237,7 +213,7 @@ def _passing(reference: HfFolder | None, names: Sequence[str]) -> list[TargetTen
 
 
 def _taken_notes(
-    dist_model: DistModel, reference: HfFolder | None, others: Sequence[str], blocks: Blocks | None
+    dist_model: DistModel, reference: hf_folder.HfFolder | None, others: Sequence[str], blocks: Blocks | None
 ) -> list[str]:
     """Note the tensors `others` that an export copies; CheckpointError unless they are the imported folder's."""
     if reference is None or not (copied := [*others, *(blocks.copied if blocks else ())]):
@@ -265,7 +241,7 @@ def _taken_notes(
     return [note] if others else []
 
 
-def _source(dist_model: DistModel, reference: HfFolder | None, blocks: Blocks | None) -> TensorSource:
+def _source(dist_model: DistModel, reference: hf_folder.HfFolder | None, blocks: Blocks | None) -> tensors.TensorSource:
     source = dist_model.source()
     if blocks is not None:
         return blocks.source(source)
@@ -273,23 +249,23 @@ def _source(dist_model: DistModel, reference: HfFolder | None, blocks: Blocks | 
 
 
 def _small_files(
-    dist_model: DistModel, options: ExportOptions, targets: Sequence[TargetTensor]
+    dist_model: DistModel, options: ExportOptions, targets: Sequence[tensors.TargetTensor]
 ) -> tuple[dict[str, bytes], list[str]]:
     files: dict[str, bytes] = {}
     special: dict[str, Any] = {}
     notes = []
     if options.text is not None:
-        files, special = text_files(options.text, dist_model.model, options.reference)
+        files, special = hf_text.text_files(options.text, dist_model.model, options.reference)
         template = f", chat template {options.text.chat_template}" if options.text.chat_template else ""
         notes.append(f"tokenizer: {options.text.tokenizer.path}{template}")
-    elif options.reference is None or not has_tokenizer(options.reference):
+    elif options.reference is None or not hf_text.has_tokenizer(options.reference):
         notes.append("there is no tokenizer in the output: transformers makes no text of it")
     if dist_model.model.head == "score":
         special, padding_note = score_padding(special)
         notes += padding_note
     config, config_notes = _config(dist_model, options, targets, special)
-    card = model_card(dist_model.model, dist_model.folder.step, options.run, options.reference)
-    return files | {"config.json": config, CARD: card}, [*config_notes, *notes]
+    card = hf_text.model_card(dist_model.model, dist_model.folder.step, options.run, options.reference)
+    return files | {"config.json": config, hf_folder.CARD: card}, [*config_notes, *notes]
 
 
 def score_padding(special: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -309,7 +285,7 @@ def score_padding(special: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _config(
-    dist_model: DistModel, options: ExportOptions, targets: Sequence[TargetTensor], special: dict[str, Any]
+    dist_model: DistModel, options: ExportOptions, targets: Sequence[tensors.TargetTensor], special: dict[str, Any]
 ) -> tuple[bytes, list[str]]:
     """Return config.json, the reference's bytes if nothing changes, else with `special` ids, and notes about it."""
     dtype = usual_dtype(targets)
@@ -342,7 +318,7 @@ def _config(
     return (as_json(config) if changed else raw), [f"config.json is the reference's, but {line}" for line in changed]
 
 
-def usual_dtype(targets: Sequence[TargetTensor]) -> str:
+def usual_dtype(targets: Sequence[tensors.TargetTensor]) -> str:
     """Return the name of the most frequent type of elements: in a bf16 model, expert biases and some norms are fp32."""
     elements: Counter[torch.dtype] = Counter()
     for target in targets:
@@ -385,7 +361,7 @@ def _merge_notes(dist_model: DistModel, options: ExportOptions) -> list[str]:
     source = dist_model.source()
     if not dist_model.adapters or not isinstance(source, MergedSource):
         raise CheckpointError(f"{dist_model.folder.path} has no low-rank adapters. Leave out --merge.")
-    return list(source.notes(None if options.dtype == "keep" else OUTPUT_DTYPES[options.dtype]))
+    return list(source.notes(None if options.dtype == "keep" else tensors.OUTPUT_DTYPES[options.dtype]))
 
 
 def finish_folder(
@@ -402,8 +378,8 @@ def finish_folder(
     if len(set(file_of.values())) > 1:
         total = sum(chunk.num_bytes for task, _ in done for chunk in task.chunks)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
-        (folder / INDEX).write_bytes(as_json(index))
-    copy_files(copied, folder)
+        (folder / hf_folder.INDEX).write_bytes(as_json(index))
+    hf_folder.copy_files(copied, folder)
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
@@ -412,8 +388,8 @@ def finish_folder(
 
 
 STALE_FILES = (
-    *("model*.safetensors", INDEX, GENERATION_CONFIG),
-    *(*TOKENIZER_FILES, *ADAPTER_FILES, *QUANTIZATION_FILES),
+    *("model*.safetensors", hf_folder.INDEX, GENERATION_CONFIG),
+    *(*hf_text.TOKENIZER_FILES, *hf_folder.ADAPTER_FILES, *hf_folder.QUANTIZATION_FILES),
 )
 """Files of an earlier export that readers would open in place of a new one's, or with it. A push deletes them unless it
 has them itself; the history of the repository keeps them.
@@ -482,7 +458,7 @@ class HubRepository:
                     f"{url} is public. To push there: --public. To another: --push-to-hub NAME. {again}"
                 )
             # An adapter is read without the files of a model that may be there.
-            is_adapter = (folder / ADAPTER_CONFIG).exists()
+            is_adapter = (folder / hf_folder.ADAPTER_CONFIG).exists()
             api.upload_folder(
                 repo_id=url.repo_id,
                 folder_path=folder,

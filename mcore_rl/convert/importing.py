@@ -16,14 +16,7 @@ from typing import Any
 import torch
 
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.convert.copying.conversion import (
-    Conversion,
-    CopySettings,
-    RecordedTask,
-    WrittenRange,
-    import_behind,
-    write_manifest,
-)
+from mcore_rl.convert.copying import conversion
 from mcore_rl.convert.copying.tensors import (
     NUMBERED,
     ChunkBytes,
@@ -62,21 +55,8 @@ from mcore_rl.families.weight_map import (
     sizes,
     whole,
 )
+from mcore_rl.storage import checkpoint
 from mcore_rl.storage.archives import FileRange, recorded_crc32
-from mcore_rl.storage.checkpoint import (
-    COMMON,
-    EXTRA_STATE,
-    FORMAT_FILE,
-    MARKER,
-    METADATA,
-    Marker,
-    checkpoints_in,
-    megatron_version,
-    name_latest,
-    path_of_step,
-    step_of,
-    write_marker,
-)
 from mcore_rl.storage.files import flush_to_disk, sizes_and_times
 from mcore_rl.storage.foreign import TORCHS, load_metadata, load_saved
 from mcore_rl.storage.megatron_lm import common_state, hybrid_args, model_args
@@ -97,14 +77,14 @@ class DistWriter:
     def prepare(self, folder: Path) -> None:
         """Do nothing: each task makes its file."""
 
-    def write(self, folder: Path, task: CopyTask, contents: Iterator[ChunkBytes]) -> list[WrittenRange]:
+    def write(self, folder: Path, task: CopyTask, contents: Iterator[ChunkBytes]) -> list[conversion.WrittenRange]:
         """Write a task's chunks one after another into its file."""
         ranges = []
         with io.FileIO(folder / task.file, "wb") as file:
             for content in contents:
                 start = file.tell()
                 save(file, content)
-                ranges.append(WrittenRange(start, file.tell() - start))
+                ranges.append(conversion.WrittenRange(start, file.tell() - start))
         return ranges
 
 
@@ -116,7 +96,7 @@ def empty_extra_states(weights: WeightMap) -> dict[str, bytes]:
     return dict.fromkeys(extra_state_keys(weights), file.getvalue())
 
 
-def write_metadata(folder: Path, done: Sequence[RecordedTask], objects: Mapping[str, bytes]) -> None:
+def write_metadata(folder: Path, done: Sequence[conversion.RecordedTask], objects: Mapping[str, bytes]) -> None:
     """Write `.metadata`, which names file and range of each chunk, and a file of `objects` (by torch.save)."""
     # Imported last: it takes a second, in which the first bytes are copied.
     filesystem, torchs = (importlib.import_module(f"{TORCHS}.{name}") for name in ("filesystem", "metadata"))
@@ -147,17 +127,17 @@ def write_metadata(folder: Path, done: Sequence[RecordedTask], objects: Mapping[
                 storage[torchs.MetadataIndex(key)] = filesystem._StorageInfo(OBJECTS, file.tell(), len(data))
                 file.write(data)
         flush_to_disk(folder / OBJECTS)
-    with (folder / METADATA).open("wb") as file:
+    with (folder / checkpoint.METADATA).open("wb") as file:
         pickle.dump(torchs.Metadata(state_dict_metadata=state, planner_data=None, storage_data=storage), file)
-    flush_to_disk(folder / METADATA)
+    flush_to_disk(folder / checkpoint.METADATA)
 
 
 def write_common(folder: Path, common: dict[str, Any]) -> None:
     """Write `common.pt`, which is the same for all ranks."""
     # To an open file: given a path, torch would put the file's name into the archive.
-    with (folder / COMMON).open("wb") as file:
+    with (folder / checkpoint.COMMON).open("wb") as file:
         torch.save(common, file)
-    flush_to_disk(folder / COMMON)
+    flush_to_disk(folder / checkpoint.COMMON)
 
 
 def single_rank_common(model: ModelConfig, step: int, layout: KeyLayout) -> dict[str, Any]:
@@ -168,23 +148,23 @@ def single_rank_common(model: ModelConfig, step: int, layout: KeyLayout) -> dict
     return common
 
 
-def write_last_file(folder: Path, model: ModelConfig, step: int, before: Marker | None = None) -> None:
+def write_last_file(folder: Path, model: ModelConfig, step: int, before: checkpoint.Marker | None = None) -> None:
     """Write the marker, which completes the folder; `before` is that of the training state, if any."""
     # A marker already exists if the folder could not be renamed before, for example after comparing logits.
     files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    names = sorted(name for name in files if name != MARKER)
+    names = sorted(name for name in files if name != checkpoint.MARKER)
     archives: dict[str, list[FileRange]] = {}
     for info in (load_metadata(folder).storage_data or {}).values():
         archives.setdefault(info.relative_path, []).append(FileRange(info.relative_path, info.offset, info.length))
-    write_marker(
+    checkpoint.write_marker(
         folder,
-        Marker(
+        checkpoint.Marker(
             step=step,
             time=datetime.now(UTC).isoformat(timespec="seconds"),
             world_size=before.world_size if before else 1,
             mesh=before.mesh if before else ONE_RANK,
             model=model.model_dump(mode="json"),
-            megatron=megatron_version(),
+            megatron=checkpoint.megatron_version(),
             files={name: (folder / name).stat().st_size for name in names},
             program=before.program if before else "",
             settings=before.settings if before else {},
@@ -211,7 +191,9 @@ class ImportOptions:
     """A family of the user's own, as `module:name`; None for the family that config.json names."""
 
 
-def plan_import(source: Path, folder: Path, options: ImportOptions, settings: CopySettings) -> Conversion:
+def plan_import(
+    source: Path, folder: Path, options: ImportOptions, settings: conversion.CopySettings
+) -> conversion.Conversion:
     """Plan an import to `folder/iter_0000000`; CheckpointError or ConfigError for all that headers show."""
     hf_model = open_hf_model(source, mtp=options.mtp, vocab_multiple=options.vocab_multiple, family=options.family)
     layout = KeyLayout(options.keys, options.layers or native_layout(hf_model.model).layers)
@@ -228,14 +210,14 @@ def plan_import(source: Path, folder: Path, options: ImportOptions, settings: Co
             f"{len(hf_model.passing)} tensors are not of the text model ({listed_beginnings(hf_model.passing)}): an "
             "export copies them from --reference"
         )
-    if later := [path.name for path in checkpoints_in(folder) if step_of(path)]:
+    if later := [path.name for path in checkpoint.checkpoints_in(folder) if checkpoint.step_of(path)]:
         raise CheckpointError(
             f"{folder} has checkpoints of later steps ({later[-1]}), which whoever loads it would get instead of the "
             "import. Name another folder."
         )
-    return Conversion(
+    return conversion.Conversion(
         title="import",
-        final=path_of_step(folder, 0),
+        final=checkpoint.path_of_step(folder, 0),
         sources=[("the source", source)],
         targets=targets,
         tasks=tasks_of({NUMBERED: targets}, settings.task_bytes),
@@ -244,7 +226,7 @@ def plan_import(source: Path, folder: Path, options: ImportOptions, settings: Co
         identity=f"import {options} {hf_model.model}",
         read=hf_model.folder.stamps | sizes_and_times(copied.values()),
         finish=partial(_finish_import, hf_model, layout, weights, copied),
-        named=name_latest,
+        named=checkpoint.name_latest,
         notes=notes,
     )
 
@@ -275,11 +257,11 @@ def _finish_import(
     copied: dict[str, Path],
     folder: Path,
     plan: str,
-    done: Sequence[RecordedTask],
+    done: Sequence[conversion.RecordedTask],
 ) -> None:
     copy_files(copied, folder)
     write_metadata(folder, done, empty_extra_states(weights))
-    (folder / FORMAT_FILE).write_text(json.dumps(FORMAT), encoding="utf-8")
+    (folder / checkpoint.FORMAT_FILE).write_text(json.dumps(FORMAT), encoding="utf-8")
     write_common(folder, single_rank_common(hf_model.model, 0, layout))
     description = {
         "kind": "import",
@@ -287,23 +269,23 @@ def _finish_import(
         "layout": {"keys": layout.keys, "layers": layout.layers},
         "left_out": [*hf_model.dropped, *hf_model.passing],
     }
-    write_manifest(folder, plan, description, source_checksums(hf_model.folder, done), done)
+    conversion.write_manifest(folder, plan, description, source_checksums(hf_model.folder, done), done)
     write_last_file(folder, hf_model.model, 0)
 
 
 def plan_relayout(
-    source: Path, folder: Path, layout: KeyLayout, reference: Path | None, settings: CopySettings
-) -> Conversion:
+    source: Path, folder: Path, layout: KeyLayout, reference: Path | None, settings: conversion.CopySettings
+) -> conversion.Conversion:
     """Plan to write a checkpoint, with its optimizer state, to `folder/iter_<step>` under the keys of `layout`. Raises
     CheckpointError if it cannot be read, or its optimizer state is not laid out like the weights.
     """
     dist_model = open_dist_model(source, reference)
     targets = list(_targets(dist_model, layout))
     step, objects = dist_model.folder.step, dist_model.folder.objects
-    num_objects = sum(EXTRA_STATE not in key for key in objects)
-    return Conversion(
+    num_objects = sum(checkpoint.EXTRA_STATE not in key for key in objects)
+    return conversion.Conversion(
         title="relayout",
-        final=path_of_step(folder, step),
+        final=checkpoint.path_of_step(folder, step),
         sources=[
             ("the source", source),
             ("the checkpoint", dist_model.folder.path),
@@ -316,7 +298,7 @@ def plan_relayout(
         identity=f"relayout {layout} {dist_model.folder.digest}",
         read=dist_model.folder.stamps,
         finish=partial(_finish_relayout, dist_model, layout, _changed_common(dist_model, layout)),
-        named=name_latest,
+        named=checkpoint.name_latest,
         notes=[
             f"{dist_model.model.family}, step {step}: {dist_model.layout} -> {layout}",
             f"{len(targets)} tensors and {num_objects} objects; {len(objects) - num_objects} extra states of the old "
@@ -380,38 +362,38 @@ def _finish_relayout(
     changed_common: dict[str, Any] | None,
     folder: Path,
     plan: str,
-    done: Sequence[RecordedTask],
+    done: Sequence[conversion.RecordedTask],
 ) -> None:
     source = dist_model.source()
     weights = KeyTranslation(dist_model.model, layout).weights(dist_model.canonical)
     objects = empty_extra_states(weights) | {
         key: source.object_bytes(key, saved)
         for key, saved in dist_model.folder.objects.items()
-        if EXTRA_STATE not in key
+        if checkpoint.EXTRA_STATE not in key
     }
     if (dist_model.folder.path / "config.json").is_file():  # an import has the small files of its source
         copy_files(small_files(dist_model.folder.path), folder)
     write_metadata(folder, done, objects)
-    (folder / FORMAT_FILE).write_text(json.dumps(FORMAT), encoding="utf-8")
-    common = dist_model.folder.path / COMMON
+    (folder / checkpoint.FORMAT_FILE).write_text(json.dumps(FORMAT), encoding="utf-8")
+    common = dist_model.folder.path / checkpoint.COMMON
     if changed_common is not None:
         write_common(folder, changed_common)
     elif common.is_file():
-        shutil.copyfile(common, folder / COMMON)
+        shutil.copyfile(common, folder / checkpoint.COMMON)
     else:
         write_common(folder, single_rank_common(dist_model.model, dist_model.folder.step, layout))
     description = {
         "kind": "relayout",
         "family": dist_model.model.family,
         "layout": {"keys": layout.keys, "layers": layout.layers},
-        "import": import_behind(dist_model.folder.path),
+        "import": conversion.import_behind(dist_model.folder.path),
     }
-    write_manifest(folder, plan, description, dist_model.folder.described, done)
+    conversion.write_manifest(folder, plan, description, dist_model.folder.described, done)
     write_last_file(folder, dist_model.model, dist_model.folder.step, dist_model.folder.marker)
 
 
 def _changed_common(dist_model: DistModel, layout: KeyLayout) -> dict[str, Any] | None:
-    common = dist_model.folder.path / COMMON
+    common = dist_model.folder.path / checkpoint.COMMON
     if (dist_model.layout.layers == "hybrid") == (layout.layers == "hybrid") or not common.is_file():
         return None
     arguments = hybrid_args(dist_model.model)

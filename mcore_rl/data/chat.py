@@ -6,15 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from mcore_rl.data.chat_template import (
-    TEMPLATE_ERRORS,
-    JsonEncoder,
-    MarkedTokenizer,
-    TextEncoder,
-    load_template,
-    load_tool_template,
-    render,
-)
+from mcore_rl.data import chat_template
 from mcore_rl.data.shapes import REASONING, is_absent, is_trained
 from mcore_rl.data.tokenizer import TOKENIZER_JSON, HuggingFaceTokenizer, TiktokenTokenizer, Tokenizer
 from mcore_rl.errors import DataError
@@ -123,12 +115,12 @@ def load_chat(template: str, tokenizer: Tokenizer, path: str | None) -> Chat:
         )
     assert path is not None, "a tokenizer was read from it"
     folder = Path(path)
-    encoder: TextEncoder
+    encoder: chat_template.TextEncoder
     if isinstance(tokenizer, TiktokenTokenizer):
         encoder = tokenizer.file
     else:
-        encoder = JsonEncoder((folder / TOKENIZER_JSON).read_text(encoding="utf-8"))
-    templates = load_template(template, folder), load_tool_template(template, folder)
+        encoder = chat_template.JsonEncoder((folder / TOKENIZER_JSON).read_text(encoding="utf-8"))
+    templates = chat_template.load_template(template, folder), chat_template.load_tool_template(template, folder)
     return TemplateChat(encoder, templates[0], tokenizer.special_tokens, templates[1])
 
 
@@ -207,10 +199,14 @@ class TemplateChat:
     """
 
     def __init__(
-        self, encoder: TextEncoder, template: str, special_tokens: Mapping[str, str], tool_template: str | None
+        self,
+        encoder: chat_template.TextEncoder,
+        template: str,
+        special_tokens: Mapping[str, str],
+        tool_template: str | None,
     ) -> None:
         """`tool_template` renders conversations with tools; None: `template` renders these too."""
-        self._tokenizer = MarkedTokenizer(encoder)
+        self._tokenizer = chat_template.MarkedTokenizer(encoder)
         self._template, self._tool_template = template, tool_template or template
         self._special_tokens = dict(special_tokens)
         added = self._tokenizer.added
@@ -391,14 +387,14 @@ class TemplateChat:
         ]
         rendered: Any
         try:
-            rendered, spans = render(
+            rendered, spans = chat_template.render(
                 [turns],
                 tools=[self._hidden(tool) for tool in conversation.tools] or None,
                 chat_template=self._template_of(conversation),
                 **options,
                 **self._special_tokens,
             )
-        except TEMPLATE_ERRORS as error:
+        except chat_template.TEMPLATE_ERRORS as error:
             raise DataError(f"the chat template does not take it: {str(error) or type(error).__name__}") from error
         _refuse_unshown_parts(turns, rendered[0])
         return rendered[0], [tuple(span) for span in spans[0]] if spans else []

@@ -7,21 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from mcore_rl.data.records import (
-    BOM,
-    DELIMITERS,
-    Record,
-    is_dataset,
-    is_in_lines,
-    is_packed,
-    is_table,
-    load_dataset,
-    not_utf8,
-    opened,
-    read_records,
-    record_of_line,
-    unpacked_suffix,
-)
+from mcore_rl.data import records
 from mcore_rl.data.shapes import refuse_labels
 from mcore_rl.errors import DataError
 from mcore_rl.storage.files import with_ending
@@ -30,7 +16,7 @@ ENDINGS: dict[str, Literal["jsonl", "text"]] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".json": "jsonl",
-    **dict.fromkeys(DELIMITERS, "jsonl"),
+    **dict.fromkeys(records.DELIMITERS, "jsonl"),
     ".txt": "text",
     ".text": "text",
     ".md": "text",
@@ -50,8 +36,8 @@ class DocumentFormat:
     def is_splittable_in(self, name: str) -> bool:
         """Return whether the file `name` may be read in parts, as neither tables nor lists nor packed files are."""
         if self.kind == "jsonl":
-            return is_in_lines(name)
-        return self.separator is not None and not is_table(name) and not is_packed(name)
+            return records.is_in_lines(name)
+        return self.separator is not None and not records.is_table(name) and not records.is_packed(name)
 
     def is_boundary(self, line: bytes) -> bool:
         """Return whether a file may be cut in front of `line`."""
@@ -92,7 +78,7 @@ def find_input_files(inputs: Sequence[Path]) -> tuple[InputFile, ...]:
     """Return the files of `inputs`, of folders all but hidden ones and outputs of our commands, by name."""
     paths: list[Path] = []
     for path in inputs:
-        if is_dataset(str(path)):
+        if records.is_dataset(str(path)):
             paths.append(path)
             continue
         if not path.exists():
@@ -118,18 +104,21 @@ def _is_output(path: Path) -> bool:
 
 
 def _source(path: Path) -> InputFile:
-    if is_dataset(str(path)):
-        rows = load_dataset(str(path))
+    if records.is_dataset(str(path)):
+        rows = records.load_dataset(str(path))
         # The fingerprint replaces the modification time: a changed dataset has another fingerprint.
         return InputFile(path=str(path), num_bytes=rows.data.nbytes, modified_ns=zlib.crc32(rows._fingerprint.encode()))
-    with opened(str(path)):
+    with records.opened(str(path)):
         status = path.stat()
     return InputFile(path=str(path), num_bytes=status.st_size, modified_ns=status.st_mtime_ns)
 
 
 def format_of_endings(sources: Sequence[InputFile]) -> Literal["jsonl", "text"]:
     """Return the format that the files' suffixes mean. Raises DataError if they mean none, or several."""
-    kinds = {"jsonl" if is_table(source.path) else ENDINGS.get(unpacked_suffix(source.path)) for source in sources}
+    kinds = {
+        "jsonl" if records.is_table(source.path) else ENDINGS.get(records.unpacked_suffix(source.path))
+        for source in sources
+    }
     kind = kinds.pop()
     if kinds or kind is None:
         endings = sorted({Path(source.path).suffix for source in sources})
@@ -149,33 +138,33 @@ class DocumentReader:
 
     def __iter__(self) -> Iterator[Document]:
         path = self.file_slice.path
-        if self.document_format.kind == "jsonl" or is_table(path):
+        if self.document_format.kind == "jsonl" or records.is_table(path):
             for record in self._records():
                 yield _document_of(record, self.document_format.key)
             return
-        with opened(path) as file:
+        with records.opened(path) as file:
             if self.document_format.separator is None:
-                yield _text_document(file.read().removeprefix(BOM), line=1)
+                yield _text_document(file.read().removeprefix(records.BOM), line=1)
             else:
                 yield from self._separated(self._lines(file))
 
-    def _records(self) -> Iterator[Record]:
+    def _records(self) -> Iterator[records.Record]:
         path = self.file_slice.path
         if Path(path).is_file() and (self.file_slice.start or self.file_slice.end < Path(path).stat().st_size):
-            with opened(path) as file:
+            with records.opened(path) as file:
                 for line in self._lines(file):
                     if line.strip():
-                        yield record_of_line(line, path, self.num_lines)
+                        yield records.record_of_line(line, path, self.num_lines)
             return
-        for record in read_records(path):
+        for record in records.read_records(path):
             self.num_lines = record.line
             yield record
         if not self.num_lines:
-            yield Record(line=1, file=path, problem="there is no record in it")
+            yield records.Record(line=1, file=path, problem="there is no record in it")
 
     def _lines(self, file: BinaryIO) -> Iterator[bytes]:
         offset, last = self.file_slice.start, self.file_slice.end
-        if is_packed(self.file_slice.path):
+        if records.is_packed(self.file_slice.path):
             last = sys.maxsize  # a packed file is a single slice, and its size counts packed bytes
         # One byte back: a slice that begins right after a line end begins with a whole line, which must not be skipped.
         if offset:
@@ -189,7 +178,7 @@ class DocumentReader:
             is_inside = is_inside or is_boundary
             if is_inside:
                 self.num_lines += 1
-                yield line.removeprefix(BOM) if offset == 0 else line
+                yield line.removeprefix(records.BOM) if offset == 0 else line
             offset += len(line)
 
     def _separated(self, lines: Iterator[bytes]) -> Iterator[Document]:
@@ -210,11 +199,11 @@ def _text_document(content: bytes, *, line: int) -> Document:
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
-        return Document(line=line, problem=not_utf8(error))
+        return Document(line=line, problem=records.not_utf8(error))
     return Document(line=line, problem="empty") if _is_empty(text) else Document(line=line, text=text)
 
 
-def _document_of(record: Record, key: str) -> Document:
+def _document_of(record: records.Record, key: str) -> Document:
     line = record.line
     try:
         entry = record.fields
@@ -233,4 +222,4 @@ def _document_of(record: Record, key: str) -> Document:
 
 def _is_empty(text: str) -> bool:
     """Return whether a text has nothing but white space and byte order marks, which editors put before a text."""
-    return not text.replace(BOM.decode(), "").strip()
+    return not text.replace(records.BOM.decode(), "").strip()

@@ -12,21 +12,11 @@ import numpy
 from numpy.typing import NDArray
 
 from mcore_rl.config.preferences import PreferenceDataConfig
+from mcore_rl.data import shapes
 from mcore_rl.data.answer_ends import num_common, read_steps
 from mcore_rl.data.chat import RAW_JOINS, Chat, Conversation, Message, raw_joins
 from mcore_rl.data.packing import padded
 from mcore_rl.data.records import Record, RecordReader, beside, beyond_max, filled, listed
-from mcore_rl.data.shapes import (
-    PROMPTS,
-    as_ranking,
-    kind_of,
-    read_tools,
-    read_turns,
-    recognise_prompt,
-    refuse_labels,
-    unread_keys,
-    with_earlier,
-)
 from mcore_rl.errors import DataError
 
 HH_TURN = re.compile(r"\n\n(Human|Assistant): ?")
@@ -247,10 +237,10 @@ class PreferenceReader(RecordReader[tuple[Comparison, list[_Sequence]]]):
 def comparison_of(record: Record, config: PreferenceDataConfig) -> Comparison:
     """Return the comparison of a line. Raises DataError, without file and line, if it is not a comparison."""
     entry = record.fields
-    refuse_labels(entry, "preference", _named(config))
+    shapes.refuse_labels(entry, "preference", _named(config))
     wanted = config.format
     if wanted in ("auto", "ranking"):
-        entry = as_ranking(entry, config.responses_field, config.scores_field)
+        entry = shapes.as_ranking(entry, config.responses_field, config.scores_field)
     if wanted == "auto":
         sides = (entry.get(config.chosen_field), entry.get(config.rejected_field))
         is_hh = config.prompt_field not in entry and config.messages_field not in entry
@@ -280,12 +270,12 @@ def _shape(entry: Mapping[str, Any], comparison: Comparison, config: PreferenceD
         and (
             key in (config.prompt_field, config.messages_field)
             or value in said
-            or (key in PROMPTS and isinstance(value, str) and any(value in text for text in said))
+            or (key in shapes.PROMPTS and isinstance(value, str) and any(value in text for text in said))
         )
     ]
     read = [*prompts, *(sides if is_pair else [rated])]
     used = {*read, *_named(config), *(entry.keys() - beside(config.prompt_template, entry).keys())}
-    unread = unread_keys(entry, "preference", {*used, rated, "tools", "history"}, turns)
+    unread = shapes.unread_keys(entry, "preference", {*used, rated, "tools", "history"}, turns)
     return f"{name} ({', '.join(read)})", unread
 
 
@@ -322,7 +312,7 @@ def _ranking(entry: Mapping[str, Any], config: PreferenceDataConfig) -> Comparis
     key = config.responses_field
     responses = entry.get(key)
     if not isinstance(responses, list) or len(responses) < 2:
-        raise DataError(f'"{key}" is {kind_of(entry, key)}, wanted a list of two answers or more')
+        raise DataError(f'"{key}" is {shapes.kind_of(entry, key)}, wanted a list of two answers or more')
     names = [f"{key}[{index}]" for index in range(len(responses))]
     for name, response in zip(names, responses, strict=True):
         if response is None or response in ("", []):
@@ -357,7 +347,7 @@ def _prompt_and_answers(
             rest = list(sides)
         answers: list[tuple[Message, ...]] = [({"role": "assistant", "content": text},) for text in rest]
     else:
-        turns = [read_turns(side, name) for side, name in zip(sides, names, strict=True)]
+        turns = [shapes.read_turns(side, name) for side, name in zip(sides, names, strict=True)]
         # Some datasets have a prompt and repeat its turns on both sides; a side may also be only the answer.
         repeats = prompt is None or all(side[0].get("role") != "assistant" for side in turns)
         if repeats:
@@ -372,8 +362,8 @@ def _prompt_and_answers(
     for name, answer in zip(names, answers, strict=True):
         if not answer or answer[-1]["role"] != "assistant":
             raise DataError(f'"{name}" does not end in a turn of the assistant after the prompt')
-    messages = with_earlier(beside(config.prompt_template, entry), prompt or ())
-    return Conversation(messages=tuple(messages), tools=tuple(read_tools(entry))), tuple(answers)
+    messages = shapes.with_earlier(beside(config.prompt_template, entry), prompt or ())
+    return Conversation(messages=tuple(messages), tools=tuple(shapes.read_tools(entry))), tuple(answers)
 
 
 def _prompt(entry: Mapping[str, Any], config: PreferenceDataConfig) -> list[Message] | None:
@@ -384,11 +374,11 @@ def _prompt(entry: Mapping[str, Any], config: PreferenceDataConfig) -> list[Mess
         if isinstance(value, str):
             return [{"role": "user", "content": value}]
         if isinstance(value, list):
-            return read_turns(value, key)
+            return shapes.read_turns(value, key)
         if value is not None:
-            raise DataError(f'"{key}" is {kind_of(entry, key)}, wanted text or a list of turns')
+            raise DataError(f'"{key}" is {shapes.kind_of(entry, key)}, wanted text or a list of turns')
     is_named = config.prompt_field != PreferenceDataConfig.model_fields["prompt_field"].default
-    return None if is_named else recognise_prompt(entry)
+    return None if is_named else shapes.recognise_prompt(entry)
 
 
 def _common_text(sides: Sequence[str]) -> tuple[str, list[str]]:
@@ -403,16 +393,16 @@ def _common_text(sides: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _stepped(entry: Mapping[str, Any], config: PreferenceDataConfig, chat: Chat) -> tuple[Comparison, _Sequence]:
-    refuse_labels(entry, "preference", _named(config))
-    prompt = with_earlier(beside(config.prompt_template, entry), _prompt(entry, config) or ())
+    shapes.refuse_labels(entry, "preference", _named(config))
+    prompt = shapes.with_earlier(beside(config.prompt_template, entry), _prompt(entry, config) or ())
     if not prompt:
         raise DataError(f'it has no prompt ("{config.prompt_field}" or "{config.messages_field}")')
     steps, labels = entry.get(config.steps_field), entry.get(config.labels_field)
     if not isinstance(steps, list) or not steps or not all(isinstance(step, str) and step for step in steps):
-        shown = kind_of(entry, config.steps_field)
+        shown = shapes.kind_of(entry, config.steps_field)
         raise DataError(f'"{config.steps_field}" is {shown}, wanted a list of texts that are not empty')
     if not isinstance(labels, list) or len(labels) != len(steps) or not all(map(_is_label, labels)):
-        shown = kind_of(entry, config.labels_field)
+        shown = shapes.kind_of(entry, config.labels_field)
         raise DataError(
             f'"{config.labels_field}" is {shown}, wanted {len(steps)} labels: true, false, null or a number from 0 to 1'
         )
@@ -462,7 +452,7 @@ def _scores(entry: Mapping[str, Any], count: int, config: PreferenceDataConfig) 
         return [-float(index) for index in range(count)]  # from best to worst
     scores = entry[key]
     if not isinstance(scores, list) or len(scores) != count or not all(map(_is_number, scores)):
-        raise DataError(f'"{key}" is {kind_of(entry, key)}, wanted a list of {count} finite numbers')
+        raise DataError(f'"{key}" is {shapes.kind_of(entry, key)}, wanted a list of {count} finite numbers')
     return [float(score) for score in scores]
 
 

@@ -36,18 +36,8 @@ from mcore_rl.data.records import MAX_BAD, refuse_bad_share
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import DataError
 from mcore_rl.metrics.progress import ByteProgress
+from mcore_rl.storage import files
 from mcore_rl.storage.checksums import crc32_of
-from mcore_rl.storage.files import (
-    disk_errors_explained,
-    is_event_log,
-    make_folder,
-    refuse_overlap,
-    rename_all,
-    sole_writer,
-    stamps_of,
-    with_ending,
-    write_atomically,
-)
 
 PLAN_VERSION = 5
 """Version of plan.json and of the shards' markers: an unfinished run of another version is not resumed."""
@@ -87,7 +77,7 @@ def preprocess(options: PreprocessOptions, console: Console) -> Sidecar:
         )
     sources = find_input_files(options.inputs)
     tokenizer = load_tokenizer(options.tokenizer)
-    folder = with_ending(options.output, ".partial")
+    folder = files.with_ending(options.output, ".partial")
     merged = folder / "merged"
     _refuse_foreign_folder(folder)
     plan = {
@@ -96,13 +86,13 @@ def preprocess(options: PreprocessOptions, console: Console) -> Sidecar:
         "tokenizer": {"digest": tokenizer.digest, "eod_id": tokenizer.eod_id, "vocab_size": tokenizer.vocab_size},
         "sources": [asdict(source) for source in sources],
     }
-    stamps = {} if with_ending(merged, ".json").exists() else _refuse_replacing(options)
-    make_folder(folder, f"{AGAIN} Or give another output.")
-    with disk_errors_explained(options.output.parent, AGAIN):
+    stamps = {} if files.with_ending(merged, ".json").exists() else _refuse_replacing(options)
+    files.make_folder(folder, f"{AGAIN} Or give another output.")
+    with files.disk_errors_explained(options.output.parent, AGAIN):
         rivals = f"Wait for it to end, or give another output than {options.output}."
-        with sole_writer(folder / "lock", wait_s=LOCK_WAIT_S, remedy=rivals):
+        with files.sole_writer(folder / "lock", wait_s=LOCK_WAIT_S, remedy=rivals):
             differing = _differing(folder, plan, options.overwrite)
-            if differing and with_ending(merged, ".json").exists():
+            if differing and files.with_ending(merged, ".json").exists():
                 # Another run was killed while renaming its dataset: finish this, and replace that dataset.
                 _publish(folder, options.output)
                 stamps = _refuse_replacing(options)
@@ -110,11 +100,11 @@ def preprocess(options: PreprocessOptions, console: Console) -> Sidecar:
             for leftover in filter(_is_own, list(folder.iterdir())):
                 if leftover.name != "lock" and (differing or ".tmp" in leftover.name):
                     leftover.unlink()
-            write_atomically(folder / PLAN, json.dumps(plan))
-            if not with_ending(merged, ".json").exists():
-                write_atomically(folder / STAMPS, json.dumps(stamps))
+            files.write_atomically(folder / PLAN, json.dumps(plan))
+            if not files.with_ending(merged, ".json").exists():
+                files.write_atomically(folder / STAMPS, json.dumps(stamps))
                 _make(options, sources, tokenizer, folder, console)
-            sidecar = sidecar_from(with_ending(merged, ".json"))
+            sidecar = sidecar_from(files.with_ending(merged, ".json"))
             _publish(folder, options.output)
             _log(options.output, "finished", documents=sidecar.documents, tokens=sidecar.tokens)
             for path in filter(_is_own, list(folder.iterdir())):
@@ -156,7 +146,7 @@ def _make(
         raise DataError(f"{folder}: joining the parts takes {num_bytes} bytes, and {free} are free. {AGAIN}")
     checksums = merge_shards(shards, reports, folder, folder / "merged", tokenizer.vocab_size)
     sidecar = replace(sidecar, bin_crc32=checksums[0], idx_crc32=checksums[1])
-    write_atomically(folder / "merged.json", sidecar.to_json())
+    files.write_atomically(folder / "merged.json", sidecar.to_json())
     console.print(f"{options.output}: {sidecar.documents} documents, {sidecar.tokens} tokens ({speed})", soft_wrap=True)
 
 
@@ -165,8 +155,8 @@ def _refuse_replacing(options: PreprocessOptions) -> dict[str, Sequence[int]]:
     sources = [("an input", path) for path in options.inputs]
     sources.append(("the tokenizer", Path(str(options.tokenizer.path))))
     for ending in (*ENDINGS, LOG):
-        refuse_overlap(with_ending(output, ending), sources)
-    there = [path for ending in ENDINGS if os.path.lexists(path := with_ending(output, ending))]
+        files.refuse_overlap(files.with_ending(output, ending), sources)
+    there = [path for ending in ENDINGS if os.path.lexists(path := files.with_ending(output, ending))]
     names = ", ".join(map(str, there))
     if there and not options.overwrite:
         raise DataError(f"{names} exist already. Give another output, or --overwrite to replace them.")
@@ -175,23 +165,23 @@ def _refuse_replacing(options: PreprocessOptions) -> dict[str, Sequence[int]]:
             f"{names} are no dataset that `data preprocess` wrote and nobody changed since (by {output}.json). They "
             "are not replaced: move them away, or give another output."
         )
-    log = with_ending(output, LOG)
-    if os.path.lexists(log) and not is_event_log(log):
+    log = files.with_ending(output, LOG)
+    if os.path.lexists(log) and not files.is_event_log(log):
         raise DataError(
             f"{log} is no log of `data preprocess`, which appends to it. Move it away, or give another output."
         )
-    return {path.suffix: stamps_of(path)[""] for path in there}
+    return {path.suffix: files.stamps_of(path)[""] for path in there}
 
 
 def _is_written_here(output: Path) -> bool:
-    files = [with_ending(output, ending) for ending in ENDINGS]
-    if not all(path.is_file() and not path.is_symlink() for path in files):
+    paths = [files.with_ending(output, ending) for ending in ENDINGS]
+    if not all(path.is_file() and not path.is_symlink() for path in paths):
         return False
     try:
-        sidecar = sidecar_from(files[-1])
+        sidecar = sidecar_from(paths[-1])
     except (DataError, TypeError):
         return False
-    return [crc32_of(path) for path in files[:-1]] == [sidecar.bin_crc32, sidecar.idx_crc32]
+    return [crc32_of(path) for path in paths[:-1]] == [sidecar.bin_crc32, sidecar.idx_crc32]
 
 
 def _refuse_foreign_folder(folder: Path) -> None:
@@ -251,15 +241,17 @@ def _publish(folder: Path, output: Path) -> None:
     # Move an older dataset away first: files of two datasets must never be mixed under the same prefix.
     moves = []
     for ending in reversed(ENDINGS):
-        path = with_ending(output, ending)
-        if with_ending(merged, ending).exists() and os.path.lexists(path):
-            if stamps_of(path)[""] != tuple(stamps.get(ending, ())):
+        path = files.with_ending(output, ending)
+        if files.with_ending(merged, ending).exists() and os.path.lexists(path):
+            if files.stamps_of(path)[""] != tuple(stamps.get(ending, ())):
                 raise DataError(f"{path} was changed meanwhile, and is not replaced. Move it away, and run again.")
-            moves.append((path, with_ending(replaced, ending)))
+            moves.append((path, files.with_ending(replaced, ending)))
     moves += [
-        (path, with_ending(output, ending)) for ending in ENDINGS if (path := with_ending(merged, ending)).exists()
+        (path, files.with_ending(output, ending))
+        for ending in ENDINGS
+        if (path := files.with_ending(merged, ending)).exists()
     ]
-    rename_all(moves)
+    files.rename_all(moves)
 
 
 def _bad_lines(shards: Sequence[Shard], reports: dict[int, ShardReport]) -> list[tuple[str, int, str]]:
@@ -283,5 +275,5 @@ def _shown(num_bad: int, found: Sequence[tuple[str, int, str]]) -> str:
 
 
 def _log(output: Path, event: str, **fields: Any) -> None:
-    with open(with_ending(output, LOG), "a", encoding="utf-8") as log:
+    with open(files.with_ending(output, LOG), "a", encoding="utf-8") as log:
         log.write(json.dumps({"time": time.time(), "event": event, **fields}) + "\n")

@@ -9,18 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from mcore_rl.errors import ConfigError, DataError, escaped
-from mcore_rl.launch import slurm
+from mcore_rl.launch import records, slurm
 from mcore_rl.launch.job import MEANING, STATUS
-from mcore_rl.launch.records import (
-    FOLDER,
-    Submission,
-    done,
-    last_step,
-    logged_warnings,
-    resume_warnings,
-    submissions,
-    tail,
-)
 from mcore_rl.storage.files import run_errors_explained
 
 TAIL_BYTES = 1_000_000
@@ -64,10 +54,11 @@ def main(args: argparse.Namespace) -> int:
         folders = ", ".join(map(str, args.runs))
         raise ConfigError(f"{folders}: no run in it was launched. Name the run_dir of one, or a folder of them.")
     # An element of an array has the array's submissions.
-    latest = {run: found[-1] for run in runs if (found := submissions(run) or submissions(run.parent))}
+    latest = {run: found[-1] for run in runs if (found := records.submissions(run) or records.submissions(run.parent))}
     for run in (run for run in runs if run not in latest):
         sys.stderr.write(
-            f"{run} is left out: no submission.json below its {FOLDER}/ can be read. Its job goes on; squeue has it.\n"
+            f"{run} is left out: no submission.json below its {records.FOLDER}/ can be read. Its job goes on; squeue "
+            "has it.\n"
         )
     queued = None
     try:
@@ -91,46 +82,46 @@ def main(args: argparse.Namespace) -> int:
 
 def found_runs(path: Path) -> Iterator[Path]:
     """Yield the run at `path`, or those below it; for an array, its elements."""
-    for folder in (path, path / FOLDER):
+    for folder in (path, path / records.FOLDER):
         list(folder.iterdir() if folder.is_dir() else ())  # glob passes over a folder that may not be read
     for level in range(LEVELS + 1):
-        pattern = "/".join(["*"] * level + [FOLDER, "*", "submission.json"])
+        pattern = "/".join(["*"] * level + [records.FOLDER, "*", "submission.json"])
         for file in sorted(path.glob(pattern)):
             run = file.parents[2]
-            submitted = submissions(run)
+            submitted = records.submissions(run)
             is_array = bool(submitted and submitted[-1].array)
             elements = [folder for folder in run.iterdir() if (folder / "attempts.jsonl").exists()]
             yield from (sorted(elements) if is_array else ()) or [run]
 
 
-def status_of(run: Path, submission: Submission, queued: Mapping[str, slurm.QueuedJob] | None) -> RunStatus:
+def status_of(run: Path, submission: records.Submission, queued: Mapping[str, slurm.QueuedJob] | None) -> RunStatus:
     """Return the state of a run; `queued`: jobs that wait or run, None where Slurm does not answer."""
-    attempts = list(tail(run / "attempts.jsonl", TAIL_BYTES))
+    attempts = list(records.tail(run / "attempts.jsonl", TAIL_BYTES))
     if not submission.array:
         attempts = [entry for entry in attempts if str(entry.get("job")) == submission.job]
     newest_attempt = max((_number(entry, "attempt") or 0 for entry in attempts), default=0)
     # The record of an orphan may come after the start of the attempt that replaced it.
     orphans = [entry for entry in attempts if entry.get("then") == "orphan"]
     attempts = [entry for entry in attempts if entry not in orphans or entry.get("attempt") == newest_attempt]
-    metrics = list(tail(run / "metrics.jsonl", TAIL_BYTES))
+    metrics = list(records.tail(run / "metrics.jsonl", TAIL_BYTES))
     is_element = submission.array and run.name.isdecimal()
     name = f"{submission.job}_{run.name}" if is_element else submission.job
     job = None if queued is None else queued.get(name) or slurm.ended(name)
     # Records come newest first.
     newest = max((_number(entry, "time") or 0 for entry in metrics[:1] + attempts[:1]), default=0)
-    reason = done(run) or (_why(job, attempts, queued) if attempts else _stage_before(submission, job, queued))
+    reason = records.done(run) or (_why(job, attempts, queued) if attempts else _stage_before(submission, job, queued))
     # Faults that the last start passed over, such as a damaged checkpoint, which its log has too; and what the log says
     # since, such as that nothing is learned.
-    warnings = [f"warning: {text}" for text in resume_warnings(run)]
-    warnings += logged_warnings(record for record in metrics if record.get("event") not in warnings)
+    warnings = [f"warning: {text}" for text in records.resume_warnings(run)]
+    warnings += records.logged_warnings(record for record in metrics if record.get("event") not in warnings)
     return RunStatus(
         run=str(run),
         job=name,
-        state="DONE" if done(run) else _state(job, attempts, is_asked=queued is not None),
+        state="DONE" if records.done(run) else _state(job, attempts, is_asked=queued is not None),
         attempts=sum(entry.get("event") == "start" for entry in attempts),
         step=_first(metrics, "step"),
         tokens_per_s_per_rank=_first(metrics, "train/tokens_per_s_per_rank"),
-        checkpoint=last_step(run),
+        checkpoint=records.last_step(run),
         age_s=datetime.now(UTC).timestamp() - newest if newest else None,
         nodes=(job.nodes if job else "") or str(attempts[0].get("nodes", "") if attempts else ""),
         why="; ".join(part for part in (reason, *_health_of_servers(run), *warnings) if part),
@@ -150,12 +141,12 @@ def _state(job: slurm.QueuedJob | None, attempts: Sequence[dict[str, object]], *
 
 
 def _stage_before(
-    submission: Submission, job: slurm.QueuedJob | None, queued: Mapping[str, slurm.QueuedJob] | None
+    submission: records.Submission, job: slurm.QueuedJob | None, queued: Mapping[str, slurm.QueuedJob] | None
 ) -> str:
     """Return why a job that has not started waits, or why it never will: a stage of its pipeline has failed."""
     own = job.reason if job else ""
     run = Path(submission.after)
-    before = [entry for entry in submissions(run) if f":{entry.job}" in submission.dependency]
+    before = [entry for entry in records.submissions(run) if f":{entry.job}" in submission.dependency]
     if not submission.after or not before:
         return own
     stage = status_of(run, before[-1], queued)
@@ -250,8 +241,8 @@ def _shown(number: float | None) -> str:
     return "-" if number is None else f"{number:g}"
 
 
-def _first(records: Iterable[dict[str, object]], key: str) -> float | None:
-    return next((number for entry in records if (number := _number(entry, key)) is not None), None)
+def _first(entries: Iterable[dict[str, object]], key: str) -> float | None:
+    return next((number for entry in entries if (number := _number(entry, key)) is not None), None)
 
 
 def _number(entry: dict[str, object], key: str) -> float | None:

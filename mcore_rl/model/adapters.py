@@ -22,14 +22,7 @@ from mcore_rl.config.optim import TARGETS, LoraConfig, target_of
 from mcore_rl.families.rules import Rows, packed_rows
 from mcore_rl.model.build import LocalShard, local_shards, unwrap
 from mcore_rl.model.heads import ScoreModel
-from mcore_rl.model.layers.adapters import (
-    AdaptedColumnLinear,
-    AdaptedReplicatedLinear,
-    AdaptedRowLinear,
-    AdaptedStackedLinear,
-    Adapter,
-    expanded,
-)
+from mcore_rl.model.layers import adapters as layers
 from mcore_rl.model.layers.experts import GroupedExperts, StackedLinear
 from mcore_rl.model.layers.linear import ReplicatedLinear
 
@@ -98,11 +91,11 @@ def describe_adapters(chunks: Sequence[nn.Module]) -> str:
     return f"adapters: {', '.join(parts)}; the base has {total['all'] - trained:,}, which are not trained"
 
 
-def adapters_in(chunks: Sequence[nn.Module]) -> Iterator[Adapter]:
+def adapters_in(chunks: Sequence[nn.Module]) -> Iterator[layers.Adapter]:
     """Yield all adapters on this rank."""
     for chunk in chunks:
         for module in chunk.modules():
-            if isinstance(module, Adapter):
+            if isinstance(module, layers.Adapter):
                 yield module
 
 
@@ -179,15 +172,15 @@ def _region(of_weight: Tensor, owner: Any, shard: LocalShard) -> Tensor:
 def _adapted_layers(chunks: Sequence[nn.Module]) -> Iterator[Any]:
     for chunk in chunks:
         for module in chunk.modules():
-            if isinstance(getattr(module, "adapter", None), Adapter):
+            if isinstance(getattr(module, "adapter", None), layers.Adapter):
                 yield module
 
 
-def _added(adapter: Adapter) -> Tensor:
+def _added(adapter: layers.Adapter) -> Tensor:
     """Return scale * B A, fp32, with the shape of the weight."""
     weight_a, weight_b = (tensor.detach().float() for tensor in adapter())
     if weight_a.dim() == 2:
-        product = expanded(weight_a.t(), weight_b, adapter.rows).t()
+        product = layers.expanded(weight_a.t(), weight_b, adapter.rows).t()
     else:
         blocks = weight_a.split(weight_b.shape[-1], 1)
         parts = weight_b.chunk(len(blocks), 1)
@@ -197,19 +190,21 @@ def _added(adapter: Adapter) -> Tensor:
 
 def _adapt(module: Any, rows: Rows, rank: int, scale: float) -> None:
     num_out, num_in = module.weight.shape
-    module.adapter = Adapter((len(rows.sizes) * rank, num_in), (num_out, rank), module.weight, scale=scale, rows=rows)
+    module.adapter = layers.Adapter(
+        (len(rows.sizes) * rank, num_in), (num_out, rank), module.weight, scale=scale, rows=rows
+    )
     weight_a, weight_b = module.adapter()
     # Under sequence parallelism a replicated weight only has the gradient of the rank's positions: Megatron sums it.
     if isinstance(module, ColumnParallelLinear):
-        module.__class__, module.is_gated = AdaptedColumnLinear, len(rows.sizes) == 2
+        module.__class__, module.is_gated = layers.AdaptedColumnLinear, len(rows.sizes) == 2
         weight_a.sequence_parallel = module.sequence_parallel
         set_tensor_model_parallel_attributes(weight_b, True, 0, 1)
     elif isinstance(module, RowParallelLinear):
-        module.__class__ = AdaptedRowLinear
+        module.__class__ = layers.AdaptedRowLinear
         set_tensor_model_parallel_attributes(weight_a, True, 1, 1)
         weight_b.sequence_parallel = module.sequence_parallel
     else:
-        module.__class__ = AdaptedReplicatedLinear
+        module.__class__ = layers.AdaptedReplicatedLinear
         weight_a.sequence_parallel = weight_b.sequence_parallel = module.weight.sequence_parallel
 
 
@@ -217,7 +212,7 @@ def _adapt_experts(module: Any, owner: GroupedExperts, rank: int, lora: LoraConf
     num_experts, num_out, num_in = module.weight.shape
     is_first = module is owner.linear_fc1
     num_blocks = 2 if is_first and lora.expert_gate_up == "split" else 1
-    module.adapter = Adapter(
+    module.adapter = layers.Adapter(
         (num_experts, num_blocks * rank, num_in),
         (num_experts, num_out, rank),
         module.weight,
@@ -225,7 +220,7 @@ def _adapt_experts(module: Any, owner: GroupedExperts, rank: int, lora: LoraConf
         rows=Rows(1, (num_out // num_blocks,) * num_blocks),
     )
     module.etp, module.splits_outputs = owner.tp_group, is_first
-    module.__class__ = AdaptedStackedLinear
+    module.__class__ = layers.AdaptedStackedLinear
     # Compiled experts multiply by one weight: the sum W + scale * B A, which autograd would keep for every layer.
     owner.__class__ = GroupedExperts
     for name, param in module.adapter.named_parameters():

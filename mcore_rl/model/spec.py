@@ -30,16 +30,9 @@ from megatron.core.transformer.transformer_layer import (
 
 from mcore_rl.config.model import LayerKind, Mixer
 from mcore_rl.megatron.patches.gpu_packages import as_experts_entry, with_moe_layer
+from mcore_rl.model.layers import linear
 from mcore_rl.model.layers.attention import SDPAttention
 from mcore_rl.model.layers.experts import GroupedExperts
-from mcore_rl.model.layers.linear import (
-    FullKeyNorm,
-    FullQueryNorm,
-    LatentAttention,
-    OutputLayer,
-    RMSNorm,
-    ZeroCenteredRMSNorm,
-)
 from mcore_rl.model.layers.moe import MoELayer
 
 CPU = "mcore_rl.model.layers.cpu.self_attention"
@@ -51,11 +44,11 @@ INDEXED = "mcore_rl.model.layers.indexed"
 class TorchSpecProvider(LocalSpecProvider):
     """Provider of Megatron's linear layers with our norm, attention and experts, for CPUs and CUDA without TE."""
 
-    norm: ClassVar[type[RMSNorm]] = RMSNorm
-    zero_centered_norm: ClassVar[type[ZeroCenteredRMSNorm]] = ZeroCenteredRMSNorm
+    norm: ClassVar[type[linear.RMSNorm]] = linear.RMSNorm
+    zero_centered_norm: ClassVar[type[linear.ZeroCenteredRMSNorm]] = linear.ZeroCenteredRMSNorm
     attention: ClassVar[type[SDPAttention]] = SDPAttention
     self_attention: ClassVar[type[SelfAttention]] = SelfAttention
-    output_layer: type[OutputLayer] = OutputLayer
+    output_layer: type[linear.OutputLayer] = linear.OutputLayer
 
     def __init__(self, config: TransformerConfig) -> None:
         self.config = config
@@ -73,7 +66,7 @@ class TorchSpecProvider(LocalSpecProvider):
         return as_experts_entry(GroupedExperts)
 
 
-class LatentNorm(RMSNorm):
+class LatentNorm(linear.RMSNorm):
     """Norm of a latent with its own epsilon; Megatron passes the same epsilon to all norms."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
@@ -119,9 +112,9 @@ def mtp_spec(config: TransformerConfig, *, vp_stage: int | None) -> Any:
     return get_gpt_mtp_block_spec_for_backend(config, layer, provider_of(config), vp_stage=vp_stage)
 
 
-def output_layer(config: TransformerConfig) -> type[OutputLayer]:
+def output_layer(config: TransformerConfig) -> type[linear.OutputLayer]:
     """Return the class of the output layer; TransformerEngine's layers use it as well."""
-    return OutputLayer if config.layers == "te" else provider_of(config).output_layer
+    return linear.OutputLayer if config.layers == "te" else provider_of(config).output_layer
 
 
 def layer_kinds(config: TransformerConfig) -> list[LayerKind]:
@@ -182,7 +175,7 @@ def _grouped_query(config: TransformerConfig, provider: TorchSpecProvider) -> tu
     query_norm, key_norm = IdentityOp, IdentityOp
     if config.qk_layernorm:
         norm = provider.layer_norm()
-        query_norm, key_norm = (FullQueryNorm, FullKeyNorm) if config.full_qk_norm else (norm, norm)
+        query_norm, key_norm = (linear.FullQueryNorm, linear.FullKeyNorm) if config.full_qk_norm else (norm, norm)
     spec = ModuleSpec(
         module=provider.self_attention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -209,7 +202,7 @@ def _delta_net(provider: TorchSpecProvider) -> tuple[ModuleSpec, dict[str, str]]
 def _latent(config: TransformerConfig, provider: TorchSpecProvider) -> tuple[ModuleSpec, dict[str, str]]:
     column = provider.column_parallel_linear()
     spec = ModuleSpec(
-        module=LatentAttention,
+        module=linear.LatentAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=MLASelfAttentionSubmodules(
             linear_q_proj=column,

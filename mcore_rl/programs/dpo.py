@@ -21,20 +21,9 @@ from mcore_rl.rl.models.reference import Reference
 from mcore_rl.storage.checkpoint import saved_steps
 from mcore_rl.storage.checkpoints.read import inspect
 from mcore_rl.storage.checkpoints.write import load_weights, refuse_other_adapters
+from mcore_rl.train import preferences
 from mcore_rl.train.loop import Run
 from mcore_rl.train.preference_losses import DPOHead
-from mcore_rl.train.preferences import (
-    AnswerLogprobHead,
-    PreferenceSource,
-    PreferenceTrainer,
-    ReferenceOrigin,
-    answer_logprobs,
-    cache_path,
-    find_origin,
-    read_cached,
-    refuse_changed_origin,
-    write_cached,
-)
 from mcore_rl.workers.launcher import world_size_of_launcher
 
 GROUPS_AT_A_TIME = 64
@@ -59,11 +48,11 @@ def train(config: DPOConfig) -> None:
                 run.log.message(line)
             run.log.write_now(run.state.progress.step, data_metrics(data))
             mesh = run.state.mesh
-            logprobs = AnswerLogprobHead(mesh, config.model.vocab_size, config.dpo.logprob_chunk_tokens)
+            logprobs = preferences.AnswerLogprobHead(mesh, config.model.vocab_size, config.dpo.logprob_chunk_tokens)
             sources = [data.train] if data.valid is None else [data.train, data.valid]
             if config.dpo.uses_reference:
                 sources = with_reference(config, run, sources, logprobs)
-            PreferenceTrainer(
+            preferences.PreferenceTrainer(
                 run,
                 DPOHead(logprobs, mesh, config.dpo),
                 train=sources[0],
@@ -73,30 +62,34 @@ def train(config: DPOConfig) -> None:
 
 
 def with_reference(
-    config: DPOConfig, run: Run, sources: Sequence[PreferenceSource], head: AnswerLogprobHead
-) -> list[PreferenceSource]:
+    config: DPOConfig, run: Run, sources: Sequence[preferences.PreferenceSource], head: preferences.AnswerLogprobHead
+) -> list[preferences.PreferenceSource]:
     """Collective over the world: return the sources with the reference's logprobs, from the cache if they are there.
 
     Raises CheckpointError if they must be computed, and the run's reference is gone or has changed.
     """
-    origin = on_rank_zero(partial(find_origin, config, run.folder))
+    origin = on_rank_zero(partial(preferences.find_origin, config, run.folder))
     found = []
     for source in sources:
-        path = cache_path(config, origin, source.preferences, run.folder.path)
-        logprobs, warning = on_rank_zero(partial(read_cached, path, len(source.preferences.starts_N) - 1))
+        path = preferences.cache_path(config, origin, source.preferences, run.folder.path)
+        logprobs, warning = on_rank_zero(partial(preferences.read_cached, path, len(source.preferences.starts_N) - 1))
         if warning:
             run.log.message(warning)
         if logprobs is not None:
             run.log.message(f"the reference's logprobs of {len(logprobs)} answers are those of {path}")
         else:
             logprobs = _computed(config, run, source, head, origin)
-            on_rank_zero(partial(write_cached, path, logprobs))
+            on_rank_zero(partial(preferences.write_cached, path, logprobs))
         found.append(source.with_reference(logprobs))
     return found
 
 
 def _computed(
-    config: DPOConfig, run: Run, source: PreferenceSource, head: AnswerLogprobHead, origin: ReferenceOrigin
+    config: DPOConfig,
+    run: Run,
+    source: preferences.PreferenceSource,
+    head: preferences.AnswerLogprobHead,
+    origin: preferences.ReferenceOrigin,
 ) -> Tensor:
     """Collective over the world: return the logprobs of all answers under the reference."""
     state, start_s = run.state, time.perf_counter()
@@ -104,7 +97,7 @@ def _computed(
     with ExitStack() as stack:
         if has_trained or config.dpo.reference is not None:
             # The modules do not have the reference's weights, which replace theirs for this pass.
-            on_rank_zero(partial(refuse_changed_origin, origin))
+            on_rank_zero(partial(preferences.refuse_changed_origin, origin))
             refuse_other_adapters(inspect(Path(origin.checkpoint)), config.lora)
             folder = run.folder
             reference = Reference(state.chunks, state.mesh, config.model, folder.path / "reference", folder.checkpoints)
@@ -120,7 +113,7 @@ def _computed(
             if not stored.has_adapters:
                 stack.enter_context(adapters_off(state.chunks))
         with state.timers.phase("reference"):
-            logprobs = answer_logprobs(
+            logprobs = preferences.answer_logprobs(
                 state,
                 source,
                 head,

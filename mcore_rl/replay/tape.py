@@ -27,24 +27,8 @@ from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import Ahead, to_device
 from mcore_rl.megatron.schedule import Routing
 from mcore_rl.metrics.metrics import Metric
-from mcore_rl.replay.accounts import (
-    LayerAccount,
-    RouteAccounts,
-    RouteTotals,
-    changed_choices,
-    expert_hashes,
-    route_checksums,
-    token_hashes,
-    world_totals,
-)
-from mcore_rl.replay.cache import (
-    LocalTokens,
-    MicrobatchLayout,
-    RouteLocations,
-    RoutingCache,
-    local_tokens,
-    router_order,
-)
+from mcore_rl.replay import accounts as route_accounts
+from mcore_rl.replay import cache as routing_cache
 from mcore_rl.replay.router_hooks import ChunkMicrobatch, ChunkRouters, live_gates
 from mcore_rl.replay.witness import Witness
 
@@ -53,8 +37,8 @@ from mcore_rl.replay.witness import Witness
 class TapeMicrobatch:
     """One microbatch on this rank, over all of the rank's chunks; tensors with the axis `t` are on the device."""
 
-    tokens: LocalTokens
-    locations: RouteLocations
+    tokens: routing_cache.LocalTokens
+    locations: routing_cache.RouteLocations
     """Where the cached routes of its tokens are."""
     sample_index_t: Tensor
     """Index of each token's sample, as in `tokens`."""
@@ -100,10 +84,10 @@ class RoutingTape:
         self,
         chunks: Sequence[nn.Module],
         mesh: Mesh,
-        layouts: Sequence[MicrobatchLayout],
-        cache: RoutingCache,
+        layouts: Sequence[routing_cache.MicrobatchLayout],
+        cache: routing_cache.RoutingCache,
         version: int,
-        against: RoutingCache | None = None,
+        against: routing_cache.RoutingCache | None = None,
     ) -> None:
         """Collective over the world: prepare a pass over this rank's `layouts`. A recording pass is compared with
         `against`, if given. Raises RoutingError on all ranks if the chunks and a cache have different layers,
@@ -126,8 +110,8 @@ class RoutingTape:
         self._ahead = Ahead(self._device)
         self._begun: dict[tuple[nn.Module, int], Callable[[], Tensor]] = {}
         """Reads of cached codes in progress, for one microbatch of each chunk."""
-        self._microbatches = [self._prepared(local_tokens(layout, mesh)) for layout in layouts]
-        self._expert_hashes_lE = expert_hashes(self.layers, cache.num_codes, self._device)
+        self._microbatches = [self._prepared(routing_cache.local_tokens(layout, mesh)) for layout in layouts]
+        self._expert_hashes_lE = route_accounts.expert_hashes(self.layers, cache.num_codes, self._device)
         self._num_tokens = [int(microbatch.tokens.is_real_t.sum()) for microbatch in self._microbatches]
         self._layouts = layouts
         self._witness: Witness | None = None
@@ -136,7 +120,7 @@ class RoutingTape:
         self._changes_l4 = torch.zeros(len(self.layers), 4, dtype=torch.float64, device=self._device)
         # How often current tokens chose each expert live, and how often it was not cached.
         self._choices_2lE = torch.zeros(2, len(self.layers), cache.num_experts, dtype=torch.int64, device=self._device)
-        self.totals: RouteTotals | None = None
+        self.totals: route_accounts.RouteTotals | None = None
         """World-wide sums; None until the pass is finished."""
         self.disjoint_by_sample: dict[int, tuple[int, int]] = {}
         """For each sample of this rank's microbatches, summed over all ranks of the model: choices (token, layer) with
@@ -173,7 +157,7 @@ class RoutingTape:
         return self._start("observe", compares=True)
 
     @property
-    def accounts(self) -> list[LayerAccount]:
+    def accounts(self) -> list[route_accounts.LayerAccount]:
         """Accounts of this rank's layers and tokens so far."""
         return self._accounts().by_layer()
 
@@ -209,7 +193,7 @@ class RoutingTape:
             int((microbatch.locations.has_routes_t & microbatch.tokens.is_current_t).sum())
             for microbatch in self._microbatches
         )
-        totals = world_totals(
+        totals = route_accounts.world_totals(
             self._mesh,
             self._config.num_layers,
             layers=self.layers,
@@ -241,7 +225,7 @@ class RoutingTape:
                 for index, position in zip(*(column.tolist() for column in of_changed), strict=True):
                     yield tokens.samples[index], position
 
-    def _prepared(self, tokens: LocalTokens) -> TapeMicrobatch:
+    def _prepared(self, tokens: routing_cache.LocalTokens) -> TapeMicrobatch:
         locations = self._compared_cache.locate(self._version, tokens)
         return TapeMicrobatch(
             tokens,
@@ -334,13 +318,13 @@ class RoutingTape:
     def _token_hashes(self, microbatch: TapeMicrobatch, in_chunk: ChunkMicrobatch) -> Tensor:
         """Hash the token ids that the model received, so that routes of different tokens have different checksums."""
         assert in_chunk.ids_Bs is not None
-        ids_t = router_order(in_chunk.ids_Bs, self._mesh)
+        ids_t = routing_cache.router_order(in_chunk.ids_Bs, self._mesh)
         assert len(ids_t) == len(microbatch.sample_index_t), (
             f"microbatch {in_chunk.index} has {len(ids_t)} tokens here, its layout {len(microbatch.sample_index_t)}"
         )
         records = self._mode == "record"
         is_counted_t = microbatch.sample_index_t >= 0 if records else microbatch.has_routes_t
-        return token_hashes(ids_t, self._on_device(microbatch.tokens.position_t), is_counted_t)
+        return route_accounts.token_hashes(ids_t, self._on_device(microbatch.tokens.position_t), is_counted_t)
 
     def _add_checksums(self, chunk: nn.Module, microbatch: TapeMicrobatch, in_chunk: ChunkMicrobatch) -> None:
         routes_ltK = in_chunk.live_ltK if self._mode == "record" else in_chunk.cached_ltK
@@ -350,12 +334,14 @@ class RoutingTape:
         labels = (microbatch.token_hashes_t, microbatch.sample_index_t, num_samples)
         hashes_lE = self._expert_hashes_lE[columns]
         if self._mode != "impose":
-            self._code_checksums(microbatch)[:, columns] = route_checksums(routes_Ktl, hashes_lE, *labels)
+            self._code_checksums(microbatch)[:, columns] = route_accounts.route_checksums(
+                routes_Ktl, hashes_lE, *labels
+            )
         if self._has_drops and self._mode != "observe":
             if microbatch.drop_checksums_Nl is None:
                 microbatch.drop_checksums_Nl = torch.zeros_like(self._code_checksums(microbatch))
             is_drop_E = torch.arange(self._cache.num_codes, device=self._device) >= self._cache.num_experts
-            drops_Nl = route_checksums(routes_Ktl, hashes_lE * is_drop_E, *labels)
+            drops_Nl = route_accounts.route_checksums(routes_Ktl, hashes_lE * is_drop_E, *labels)
             microbatch.drop_checksums_Nl[:, columns] = drops_Nl
 
     def _add_changes(self, chunk: nn.Module, microbatch: TapeMicrobatch, in_chunk: ChunkMicrobatch) -> None:
@@ -365,7 +351,7 @@ class RoutingTape:
             return
         if routers.has_capacity:  # a choice counts as the same whether it was dropped or not
             live_ltK, cached_ltK = live_ltK % in_chunk.num_experts, cached_ltK % in_chunk.num_experts
-        changed_Klt = changed_choices(live_ltK, cached_ltK, microbatch.has_routes_t)
+        changed_Klt = route_accounts.changed_choices(live_ltK, cached_ltK, microbatch.has_routes_t)
         gates_Klt = live_gates(scores_ltK, live_ltK, routers.routers)
         moved_l = (gates_Klt * changed_Klt).sum((0, 2))
         disjoint_lt = changed_Klt.all(0) & microbatch.is_current_t
@@ -402,9 +388,9 @@ class RoutingTape:
     def _has_drops(self) -> bool:
         return self._cache.num_codes > self._cache.num_experts
 
-    def _accounts(self) -> RouteAccounts:
+    def _accounts(self) -> route_accounts.RouteAccounts:
         calls = {} if self._witness is None else self._witness.num_calls()
-        return RouteAccounts(self.layers, self._num_tokens, calls)
+        return route_accounts.RouteAccounts(self.layers, self._num_tokens, calls)
 
     def _recorded_otherwise(self, used: Sequence[Tensor]) -> Iterator[str]:
         """Yield a sentence for each sample on this rank with recorded codes that differ from the experts used."""

@@ -13,19 +13,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mcore_rl.data.batch import Microbatch, PackedSpans
 from mcore_rl.data.packing import PackingLimits, padded
+from mcore_rl.megatron import vocab
 from mcore_rl.megatron.mesh import Axis, Mesh
 from mcore_rl.megatron.platform import to_device
 from mcore_rl.megatron.routers import routers
 from mcore_rl.megatron.schedule import HeadOutput, ReadsDeferredLogits
-from mcore_rl.megatron.vocab import (
-    Logits,
-    TokenStatistics,
-    forward_kl,
-    logprobs_and_entropy,
-    reverse_kl,
-    vocabulary_logprobs,
-    zigzag_spans,
-)
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.model.build import settle_weights
 from mcore_rl.model.inputs import LocalMicrobatch, PackedMicrobatch, localize
@@ -271,7 +263,7 @@ def make_microbatch(
     )
 
     def local(full_S: Tensor) -> Tensor:
-        return full_S if cp.size == 1 else zigzag_spans(full_S[None], lengths, cp)[0]
+        return full_S if cp.size == 1 else vocab.zigzag_spans(full_S[None], lengths, cp)[0]
 
     def on_this_rank(full_S: Tensor) -> Tensor:
         return to_device(local(full_S), device)
@@ -383,11 +375,13 @@ class LogprobHead(ReadsDeferredLogits):
         self._temperature = temperature
         self._chunk_tokens = chunk_tokens
 
-    def logprobs_and_entropy(self, microbatch: PolicyMicrobatch, output: Logits, rows_N: Tensor) -> TokenStatistics:
+    def logprobs_and_entropy(
+        self, microbatch: PolicyMicrobatch, output: vocab.Logits, rows_N: Tensor
+    ) -> vocab.TokenStatistics:
         """Collective over the tensor-parallel ranks: compute logprobs and entropy `[T]` from logits `[1, T, v]` at the
         positions `rows_N`; zeros elsewhere.
         """
-        return logprobs_and_entropy(
+        return vocab.logprobs_and_entropy(
             output[0],
             microbatch.inputs.labels_Bs[0],
             self._mesh.tp,
@@ -397,11 +391,11 @@ class LogprobHead(ReadsDeferredLogits):
             chunk_tokens=self._chunk_tokens,
         )
 
-    def vocabulary(self, microbatch: PolicyMicrobatch, output: Logits) -> Tensor:
+    def vocabulary(self, microbatch: PolicyMicrobatch, output: vocab.Logits) -> Tensor:
         """Collective over the tensor-parallel ranks: compute logprobs `[N, v]` over this rank's slice of the vocabulary
         at positions that predict a sampled completion token, float32 in main memory.
         """
-        return vocabulary_logprobs(
+        return vocab.vocabulary_logprobs(
             output[0],
             microbatch.completion_rows_N,
             self._mesh.tp,
@@ -410,13 +404,13 @@ class LogprobHead(ReadsDeferredLogits):
             chunk_tokens=self._chunk_tokens,
         ).cpu()
 
-    def teacher_kl(self, microbatch: PolicyMicrobatch, output: Logits, *, limit_nats: float) -> Tensor | None:
+    def teacher_kl(self, microbatch: PolicyMicrobatch, output: vocab.Logits, *, limit_nats: float) -> Tensor | None:
         """Collective over the tensor-parallel ranks: KL(policy || teacher) over the vocabulary, `[T]` with gradient;
         None without `teacher_vocabulary_Nv`. Each difference of logprobs is limited to +-`limit_nats`.
         """
         if microbatch.teacher_vocabulary_Nv is None:
             return None
-        return reverse_kl(
+        return vocab.reverse_kl(
             output[0],
             microbatch.teacher_vocabulary_Nv,
             microbatch.completion_rows_N,
@@ -427,7 +421,7 @@ class LogprobHead(ReadsDeferredLogits):
             limit_nats=limit_nats,
         )
 
-    def teacher_forward_kl(self, microbatch: PolicyMicrobatch, output: Logits) -> Tensor | None:
+    def teacher_forward_kl(self, microbatch: PolicyMicrobatch, output: vocab.Logits) -> Tensor | None:
         """Collective over the tensor-parallel ranks: KL(teacher || policy) over the teacher's likeliest tokens and all
         others as one, `[T]` with gradient, at trained positions; None if `teacher_TW` has no likeliest tokens.
         """
@@ -435,7 +429,7 @@ class LogprobHead(ReadsDeferredLogits):
             return None
         rows_N = microbatch.inputs.rows_N
         ids_NK, logprobs_NK = microbatch.teacher_TW[rows_N, 1:].chunk(2, dim=1)
-        return forward_kl(
+        return vocab.forward_kl(
             output[0],
             ids_NK.long(),
             logprobs_NK,
@@ -450,7 +444,7 @@ class LogprobHead(ReadsDeferredLogits):
         """Return 0: there is no loss."""
         return microbatch.mask_T.new_zeros((), dtype=torch.int)
 
-    def __call__(self, microbatch: PolicyMicrobatch, output: Logits) -> HeadOutput:
+    def __call__(self, microbatch: PolicyMicrobatch, output: vocab.Logits) -> HeadOutput:
         """Return the logprobs of one microbatch; there is no loss."""
         logprobs_T = self.logprobs_and_entropy(microbatch, output, microbatch.completion_rows_N).logprobs_T.detach()
         zero = logprobs_T.new_zeros((), dtype=torch.float32)

@@ -20,14 +20,8 @@ from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.families import family_of, model_from_hf
 from mcore_rl.families.config_json import num_mtp_layers
 from mcore_rl.families.shells import text_config
+from mcore_rl.storage import files
 from mcore_rl.storage.checkpoint import MARKER, Marker, find_checkpoint, path_of_step, read_marker
-from mcore_rl.storage.files import (
-    POINTER_REMEDY,
-    is_lfs_pointer,
-    refuse_absent_content,
-    sizes_and_times,
-    unfinished_download,
-)
 
 NOT_JSON = (ValueError, RecursionError, MemoryError)
 """Exceptions that parsing JSON raises; the last two on crafted texts."""
@@ -57,7 +51,7 @@ def read_json(path: Path) -> Any:
             f"{path} cannot be read: {error.strerror}. Let this user read it, or take another copy."
         ) from error
     except NOT_JSON as error:
-        remedy = POINTER_REMEDY if is_lfs_pointer(path) else "Take another copy."
+        remedy = files.POINTER_REMEDY if files.is_lfs_pointer(path) else "Take another copy."
         raise CheckpointError(f"{path} is not JSON: {error or 'too large'}. {remedy}") from error
 
 
@@ -181,7 +175,7 @@ def read_model_folder(path: Path, family: str | None = None) -> ModelFolder:
     """Return the model in the folder of a run, checkpoint, import or Hugging Face's; an McoreRlError if none."""
     if (path / "config.toml").is_file():
         return read_run(path)
-    refuse_absent_content(path)
+    files.refuse_absent_content(path)
     if (path / "config.json").is_file() and not (path / MARKER).exists():
         return ModelFolder(
             path=path,
@@ -308,10 +302,11 @@ class ModelImport:
         may_have_mtp = num_mtp_layers(text_config(read_config(source))) or family_of(model).mtp_prefix
         if model.mtp_layers == 0 and may_have_mtp:
             options += ["--mtp", "drop"]
-        weights = sizes_and_times(sorted(source.glob("*.safetensors*")))
+        weights = files.sizes_and_times(sorted(source.glob("*.safetensors*")))
         if not any(path.suffix == ".safetensors" for path in weights):
             raise CheckpointError(
-                f"{source} has no *.safetensors, only an index. Download the folder again.{unfinished_download(source)}"
+                f"{source} has no *.safetensors, only an index. Download the folder again."
+                f"{files.unfinished_download(source)}"
             )
         identity = [read_config(source), options, sorted((path.name, stamp) for path, stamp in weights.items())]
         key = sha256(repr(identity).encode()).hexdigest()[:DIGITS]

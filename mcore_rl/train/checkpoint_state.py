@@ -10,15 +10,8 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from mcore_rl.errors import CheckpointError
 from mcore_rl.model.build import settle_weights
 from mcore_rl.storage.checkpoint import CRITIC, OWN_ENTRY
+from mcore_rl.storage.checkpoints import write
 from mcore_rl.storage.checkpoints.read import StoredCheckpoint, read
-from mcore_rl.storage.checkpoints.write import (
-    describe_mesh,
-    put_weights,
-    sharding_metadata,
-    trained_weights,
-    weights_state,
-    without_absent_extras,
-)
 from mcore_rl.storage.megatron_lm import common_state
 from mcore_rl.train.optimizer import initialize_moments, saved_groups, settle_loaded_step
 from mcore_rl.train.state import Progress, TrainState, random_states, reseed, restore_random_states
@@ -34,10 +27,10 @@ def full_state(state: TrainState) -> dict[str, Any]:
     """
     weights, moments = _sharded(state)
     if state.config.checkpoint.weights == "adapters":
-        weights = trained_weights(weights)
+        weights = write.trained_weights(weights)
     ours = {"progress": asdict(state.progress), "device": state.platform.device.type}
     common = common_state(
-        state.config.model, describe_mesh(state.mesh), state.mesh.world.size, state.progress.step, ours
+        state.config.model, write.describe_mesh(state.mesh), state.mesh.world.size, state.progress.step, ours
     )
     common["args"].consumed_train_samples = state.progress.consumed_samples
     return (
@@ -56,10 +49,10 @@ def _sharded(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
     """Collective over the mesh: return one model's weights and optimizer state as shards, without copying."""
     settle_weights(state.chunks)
     initialize_moments(state.optimizer)
-    weights = weights_state(state.chunks, state.mesh)
+    weights = write.weights_state(state.chunks, state.mesh)
     # A copy, because Megatron's optimizer adds to the dict that it is given.
     moments = state.optimizer.sharded_state_dict(
-        dict(weights), is_loading=False, metadata=sharding_metadata(state.mesh)
+        dict(weights), is_loading=False, metadata=write.sharding_metadata(state.mesh)
     )
     for part in _parts(state, moments):
         _inner(part)["param_groups"] = saved_groups(_inner(part)["param_groups"])
@@ -82,9 +75,9 @@ def _critic_state(critic: TrainState) -> dict[str, Any]:
 def _wanted(state: TrainState, stored: StoredCheckpoint) -> dict[str, Any]:
     """Collective over the mesh: return the shards of weights and optimizer to fill from a checkpoint."""
     initialize_moments(state.optimizer)
-    wanted = without_absent_extras(weights_state(state.chunks, state.mesh), stored)
+    wanted = write.without_absent_extras(write.weights_state(state.chunks, state.mesh), stored)
     wanted["optimizer"] = state.optimizer.sharded_state_dict(
-        dict(wanted), is_loading=True, metadata=sharding_metadata(state.mesh)
+        dict(wanted), is_loading=True, metadata=write.sharding_metadata(state.mesh)
     )
     if not state.config.optim.is_sharded:
         _number_copies(state, wanted["optimizer"])
@@ -97,7 +90,7 @@ def _wanted(state: TrainState, stored: StoredCheckpoint) -> dict[str, Any]:
 def load_full_state(state: TrainState, stored: StoredCheckpoint) -> list[str]:
     """Collective over the mesh: load a checkpoint into `state`; return log lines about differences from its run."""
     assert stored.marker is not None
-    is_same_mesh = stored.marker.mesh == describe_mesh(state.mesh)
+    is_same_mesh = stored.marker.mesh == write.describe_mesh(state.mesh)
     wanted = _wanted(state, stored)
     if is_same_mesh:
         wanted["random_states"] = _random_shard(state, None)
@@ -111,11 +104,11 @@ def load_full_state(state: TrainState, stored: StoredCheckpoint) -> list[str]:
         add_prefix_for_sharding(wanted["critic"], CRITIC)
     allowed = state.config.checkpoint.allow_changes
     loaded = read(wanted, stored, state.mesh, state.config.model, allowed=allowed)
-    put_weights(state.chunks, loaded)
+    write.put_weights(state.chunks, loaded)
     _put_optimizer(state, loaded)
     state.progress = Progress(**loaded[OWN_ENTRY]["progress"])
     if state.critic is not None:
-        put_weights(state.critic.chunks, loaded["critic"])
+        write.put_weights(state.critic.chunks, loaded["critic"])
         _put_optimizer(state.critic, loaded["critic"])
         state.critic.progress = Progress(**loaded["critic"]["progress"])
     saved_on = loaded[OWN_ENTRY]["device"]

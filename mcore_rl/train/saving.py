@@ -18,30 +18,9 @@ from mcore_rl.megatron.agree import on_every_rank, on_rank_zero, refuse_anywhere
 from mcore_rl.metrics.attempts_file import NUMERICS
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.model.build import settle_weights
-from mcore_rl.storage.checkpoint import (
-    CRITIC,
-    WRITING,
-    Marker,
-    check,
-    checkpoints_in,
-    clean,
-    complete_in,
-    delete,
-    path_of_step,
-    publish,
-    reference_to,
-    step_back,
-    superseded,
-)
+from mcore_rl.storage import checkpoint
+from mcore_rl.storage.checkpoints import write
 from mcore_rl.storage.checkpoints.read import StoredCheckpoint, inspect
-from mcore_rl.storage.checkpoints.write import (
-    SavePlan,
-    ShardPlanner,
-    WrittenFiles,
-    finish,
-    load_weights,
-    refuse_other_adapters,
-)
 from mcore_rl.storage.files import checkpoint_errors_explained, room_at
 from mcore_rl.train.checkpoint_state import full_state, load_full_state
 from mcore_rl.train.offload import all_present
@@ -57,11 +36,11 @@ WAIT_S = 0.05
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Save:
     step: int
-    plan: SavePlan
+    plan: write.SavePlan
     started: float
     skipped: int
     """Number of consecutive skipped steps when the save was made."""
-    writing: ForkedCall[WrittenFiles] | None = None
+    writing: ForkedCall[write.WrittenFiles] | None = None
     """Background process that writes this rank's part; None if this process writes it."""
     waited_s: float | None = None
     """Seconds that training waited; None if it waited for the whole save."""
@@ -69,7 +48,7 @@ class _Save:
     def is_running(self) -> bool:
         return self.writing is not None and self.writing.is_running()
 
-    def written(self) -> WrittenFiles:
+    def written(self) -> write.WrittenFiles:
         """Write this rank's part, or wait for it. Raises CheckpointError on failure."""
         try:
             return self.writing.result() if self.writing else self.plan.write()
@@ -105,7 +84,7 @@ class Checkpoints:
         self._fence = fence
         self.base: dict[str, str] = {}
         """The marker's entry `base`, if checkpoints have only adapters; empty if they have all weights."""
-        self._planner = ShardPlanner(state.mesh)
+        self._planner = write.ShardPlanner(state.mesh)
         self._pending: _Save | None = None
         self._saved_step: int | None = None
         self._deleting: ForkedCall[None] | None = None
@@ -122,7 +101,7 @@ class Checkpoints:
         step = self._state.progress.step
         if self._pending is not None and step == self._pending.step:
             return
-        if step == self._saved_step and on_rank_zero(path_of_step(self._folder, step).exists):
+        if step == self._saved_step and on_rank_zero(checkpoint.path_of_step(self._folder, step).exists):
             return
         self._wait_for_pending()
         # Memory that leaves the device at the end stays in a forked writer's memory.
@@ -193,7 +172,7 @@ class Checkpoints:
         path, warnings = newest, []
         while True:
             try:
-                on_rank_zero(partial(check, path))
+                on_rank_zero(partial(checkpoint.check, path))
                 stored = self._inspect(path)
                 changes = self._accepted_changes(stored)
                 self._take_base(stored, is_own=True)
@@ -214,7 +193,7 @@ class Checkpoints:
         def rename() -> tuple[Path, Path] | None:
             self._fence.check_here()
             with checkpoint_errors_explained(damaged, "renaming"):
-                return step_back(damaged)
+                return checkpoint.step_back(damaged)
 
         found = on_rank_zero(rename)
         if found is None:
@@ -231,7 +210,7 @@ class Checkpoints:
         """Load `checkpoint.load`: the whole training state, or only weights if so configured or of another program."""
         config = self._state.config
         stored = self._inspect(source)
-        refuse_other_adapters(stored, config.lora)
+        write.refuse_other_adapters(stored, config.lora)
         if config.lora.load is not None and stored.has_adapters:
             raise CheckpointError(
                 f"{stored.path} has low-rank adapters, and lora.load={config.lora.load} would take their place: what "
@@ -241,7 +220,7 @@ class Checkpoints:
         program = stored.marker.program if stored.marker else ""
         is_other_stage = program not in ("", kind_of_config(config))
         if not config.checkpoint.load_optimizer or is_other_stage:
-            stored = load_weights(
+            stored = write.load_weights(
                 self._state.chunks,
                 self._state.mesh,
                 config.model,
@@ -290,7 +269,7 @@ class Checkpoints:
                 f'checkpoint.weights="adapters", and {stored.path} of this run has all weights: it is not known which '
                 'base they are equal to. Set it to "all", or start another run_dir from this checkpoint.'
             )
-        self.base = on_rank_zero(partial(reference_to, stored.path))
+        self.base = on_rank_zero(partial(checkpoint.reference_to, stored.path))
 
     def _inspect(self, path: Path) -> StoredCheckpoint:
         return inspect(path, verify_checksums=self._state.config.checkpoint.verify_checksums)
@@ -342,7 +321,7 @@ class Checkpoints:
     def _refuse_non_finite(self) -> None:
         """Raise a TrainingError on all ranks if weights are not finite; such weights are never saved."""
         critic = self._state.critic
-        chunks = {"": self._state.chunks} | ({} if critic is None else {CRITIC: critic.chunks})
+        chunks = {"": self._state.chunks} | ({} if critic is None else {checkpoint.CRITIC: critic.chunks})
         for of_model in chunks.values():
             settle_weights(of_model)
         tensors = {
@@ -386,7 +365,7 @@ class Checkpoints:
         config = self._state.config
         try:
             written = on_every_rank(save.written)
-            marker = finish(
+            marker = write.finish(
                 save.plan,
                 written,
                 self._state.mesh,
@@ -403,20 +382,20 @@ class Checkpoints:
         self._saved_step = save.step
         self._lines.append(line)
 
-    def _publish(self, save: _Save, marker: Marker | None) -> str:
+    def _publish(self, save: _Save, marker: checkpoint.Marker | None) -> str:
         """Give the checkpoint its name, on rank 0; start deleting superseded checkpoints, and return a log line."""
         assert marker is not None
         self._fence.check_here()
-        final = path_of_step(self._folder, save.step)
+        final = checkpoint.path_of_step(self._folder, save.step)
         with checkpoint_errors_explained(final, "naming"):
-            publish(save.plan.path, final)
+            checkpoint.publish(save.plan.path, final)
         self._wait_for_deletion()
         with checkpoint_errors_explained(self._folder, "deleting old checkpoints of"):
             # While steps are skipped, the older checkpoints may be the only good ones.
             keep = "all" if save.skipped else self._state.config.checkpoint.keep
-            doomed = superseded(self._folder, keep)
+            doomed = checkpoint.superseded(self._folder, keep)
         if doomed:
-            self._deleting = ForkedCall(partial(delete, doomed))
+            self._deleting = ForkedCall(partial(checkpoint.delete, doomed))
         took_s = time.monotonic() - save.started
         waited_s = took_s if save.waited_s is None else save.waited_s
         self._metrics += [
@@ -443,7 +422,7 @@ class Checkpoints:
     def _make_room(self) -> Path:
         """Create, on rank 0, an empty folder to write to, with a name that no other attempt uses."""
         self._fence.check_here()
-        path = self._folder / f"{WRITING}{self._state.progress.step:07d}_{time.time_ns():x}"
+        path = self._folder / f"{checkpoint.WRITING}{self._state.progress.step:07d}_{time.time_ns():x}"
         with checkpoint_errors_explained(path, "making"):
             self._folder.mkdir(exist_ok=True)  # the user may delete the folder between two saves
             path.mkdir()
@@ -460,20 +439,20 @@ class Checkpoints:
         return self._last_complete()
 
     def _last_complete(self) -> str:
-        complete = complete_in(self._folder)
+        complete = checkpoint.complete_in(self._folder)
         return f"The last complete checkpoint is {complete[-1]}" if complete else "There is no complete checkpoint"
 
     def _clean(self) -> list[str]:
         self._fence.check_here()
         with checkpoint_errors_explained(self._folder, "cleaning"):
-            return clean(self._folder)
+            return checkpoint.clean(self._folder)
 
     def _newest_of_run(self) -> Path | None:
         with checkpoint_errors_explained(self._folder, "reading"):
-            found = checkpoints_in(self._folder)
+            found = checkpoint.checkpoints_in(self._folder)
         return found[-1] if found else None
 
 
-def _in_background(plan: SavePlan) -> ForkedCall[WrittenFiles]:
+def _in_background(plan: write.SavePlan) -> ForkedCall[write.WrittenFiles]:
     with checkpoint_errors_explained(plan.path, "starting the writer of"):
         return ForkedCall(plan.write)

@@ -15,15 +15,7 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from mcore_rl.storage.files import (
-    FULL,
-    NOT_WRITER,
-    RESERVE_BYTES,
-    RESERVE_FILE,
-    UNWRITTEN,
-    limit_reached,
-    write_atomically,
-)
+from mcore_rl.storage import files
 
 FAILURES = "MCORE_RL_FAILURES"
 """Environment variable with the folder of the causes; unset: they are not collected."""
@@ -68,7 +60,7 @@ def rank_failure(
     host = host or platform.node()
     line = " ".join(cause.split())
     line = line if len(line) <= HEADLINE_LENGTH else line[: HEADLINE_LENGTH - 3] + "..."
-    limit = limit_reached(f"{cause}\n{text}")
+    limit = files.limit_reached(f"{cause}\n{text}")
     headline = f"rank {rank} on {host}{' ' if cause.startswith(VERBS) else ': '}{line}{limit}"
     return Failure(headline=headline, rank=rank, host=host, status=status, order=int(order), text=text or cause)
 
@@ -101,24 +93,24 @@ def note_failure(failure: Failure, folder: Path | None = None) -> Path | None:
     with suppress(OSError):
         path.parent.mkdir(exist_ok=True)  # no parents: a run's folder that was renamed is not made anew
         try:
-            write_atomically(path, content)
+            files.write_atomically(path, content)
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno not in files.FULL:
                 raise
-            (folder.parent / RESERVE_FILE).unlink(missing_ok=True)
-            write_atomically(path, content)
+            (folder.parent / files.RESERVE_FILE).unlink(missing_ok=True)
+            files.write_atomically(path, content)
         return path
     # The launcher's script finds it in the log of the node, which may still be writable if the folder is not.
-    sys.stderr.write(f"{UNWRITTEN} {path.stem}: {failure.headline}\n")
+    sys.stderr.write(f"{files.UNWRITTEN} {path.stem}: {failure.headline}\n")
     sys.stderr.flush()
     return None
 
 
 def make_reserve(folder: Path) -> None:
     """Reserve room next to `folder` that `note_failure` frees if the disk is full, so that the cause can be written."""
-    reserve = folder.parent / RESERVE_FILE
+    reserve = folder.parent / files.RESERVE_FILE
     try:
-        reserve.write_bytes(bytes(RESERVE_BYTES))
+        reserve.write_bytes(bytes(files.RESERVE_BYTES))
     except OSError:  # the disk is nearly full: what room is left is for the run's own files
         with suppress(OSError):
             reserve.unlink(missing_ok=True)
@@ -141,13 +133,13 @@ def first_cause(folder: Path) -> Failure | None:
 def publish(folder: Path) -> None:
     """Copy the first cause to failure.json next to `folder`."""
     if cause := first_cause(folder):
-        write_atomically(folder.parent / "failure.json", json.dumps(asdict(cause), indent=1, ensure_ascii=False))
+        files.write_atomically(folder.parent / "failure.json", json.dumps(asdict(cause), indent=1, ensure_ascii=False))
 
 
 def note_writer() -> None:
     """Record that this attempt writes to the run's folder: from now on its failures are the run's."""
     if folder := collected_in():
-        (folder.parent / NOT_WRITER).unlink(missing_ok=True)
+        (folder.parent / files.NOT_WRITER).unlink(missing_ok=True)
 
 
 def collected_in() -> Path | None:

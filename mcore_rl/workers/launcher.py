@@ -22,20 +22,7 @@ from typing import IO, Any, NoReturn, TextIO, cast
 
 from mcore_rl.errors import INTERRUPTED_STATUS, REFUSED_STATUS, after_echo
 from mcore_rl.storage.files import NOT_WRITER, full_disk_explained, is_elsewhere
-from mcore_rl.workers.failures import (
-    FAILURES,
-    Failure,
-    OomKills,
-    Order,
-    first_cause,
-    has_noted,
-    make_reserve,
-    note_failure,
-    publish,
-    rank_death,
-    rank_failure,
-    signal_name,
-)
+from mcore_rl.workers import failures
 from mcore_rl.workers.forked_rank import PR_SET_PDEATHSIG, THREADS, ForkedRank, imported, stop_signals
 
 POLL_S = 0.05
@@ -53,7 +40,7 @@ OF_RANKS = frozenset(
     {
         *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"),
         *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID"),
-        *(FAILURES, STAGE_FILE, TERMINAL),
+        *(failures.FAILURES, STAGE_FILE, TERMINAL),
     }
 )
 """Environment variables of a rank, which other torch programs would mistake for their own."""
@@ -147,10 +134,10 @@ def launch_local(
                 is_forked = imported(imports, environment.get(THREADS))  # `refuse` may have started threads
     except _AskedToEndError as asked:
         return _ended_while_starting(asked.number)
-    make_reserve(causes)
+    failures.make_reserve(causes)
     with full_disk_explained(log_dir):
         (log_dir / NOT_WRITER).write_text("goes when a rank becomes the writer\n")  # bytes, which a full disk refuses
-    environment |= {FAILURES: str(causes), STAGE_FILE: str(stage)}
+    environment |= {failures.FAILURES: str(causes), STAGE_FILE: str(stage)}
     if sys.stdout.isatty() and sys.stderr.isatty():
         # The ranks write to pipes, which have no width.
         environment |= {TERMINAL: "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
@@ -338,7 +325,7 @@ def _ask_to_end(number: int, _: FrameType | None) -> NoReturn:
 
 
 def _ended_while_starting(number: int) -> int:
-    asked_by = "Ctrl-C" if number == signal.SIGINT else signal_name(number)
+    asked_by = "Ctrl-C" if number == signal.SIGINT else failures.signal_name(number)
     _write_line(
         f"{after_echo(number)}{asked_by} while starting: ended at once, nothing was trained that could be lost."
     )
@@ -350,9 +337,9 @@ def _wait(
 ) -> int:
     """Return the exit status once all ranks have ended well, a rank has failed, or the user does not want to wait."""
     passed_on: list[int] = []
-    oom, has_trained = OomKills(), False
+    oom, has_trained = failures.OomKills(), False
     failed_s: float | None = None
-    unwritten: list[Failure] = []
+    unwritten: list[failures.Failure] = []
     while True:
         has_trained = has_trained or stage.exists()  # noted now, as the user may delete the file with the logs
         if meanwhile is not None:
@@ -379,13 +366,13 @@ def _wait(
             failed_s = failed_s or time.monotonic()
             # If the disk has no room for any cause, the ends that this process saw are all there is. Of two statuses,
             # choose the rank with a message for the user: the other rank gave way to it.
-            cause = first_cause(causes) or min(
+            cause = failures.first_cause(causes) or min(
                 unwritten, key=lambda failure: (failure.order, failure.status != REFUSED_STATUS), default=None
             )
             # A rank that has lost its peer may end sooner than the rank that knows why.
-            if cause and (cause.order == Order.CAUSE or time.monotonic() - failed_s > CLAIM_S):
+            if cause and (cause.order == failures.Order.CAUSE or time.monotonic() - failed_s > CLAIM_S):
                 with suppress(OSError):  # a full disk
-                    publish(causes)
+                    failures.publish(causes)
                 _report(cause, ranks[cause.rank])
                 return cause.status
         elif not any(rank.is_alive for rank in ranks):
@@ -398,7 +385,11 @@ def _wait(
 
 
 def _note_the_dead(
-    ranks: list[_Rank], causes: Path, oom: OomKills, passed_on: Sequence[int], unwritten: list[Failure]
+    ranks: list[_Rank],
+    causes: Path,
+    oom: failures.OomKills,
+    passed_on: Sequence[int],
+    unwritten: list[failures.Failure],
 ) -> bool:
     """Return whether a rank failed; a cause that it did not write is written, or added to `unwritten` without room."""
     failed = False
@@ -408,18 +399,18 @@ def _note_the_dead(
         if not code or -code in passed_on or code - 128 in passed_on:
             continue
         failed = True
-        if rank.is_noted or (code > 0 and has_noted(i, causes)):
+        if rank.is_noted or (code > 0 and failures.has_noted(i, causes)):
             continue
         rank.is_noted = True
         _join_tees([rank], CLAIM_S)  # a child of the rank may keep its output open
         output = rank.log.read_text(errors="replace") if rank.log.exists() else ""  # it may be deleted
         tail = output.rstrip().splitlines()[-LOG_TAIL_LINES:]
         if code < 0:
-            failure = replace(rank_death(i, -code, oom, output), text="\n".join(tail))
+            failure = replace(failures.rank_death(i, -code, oom, output), text="\n".join(tail))
         else:
             last = tail[-1] if tail else f"ended with status {code}"
-            failure = rank_failure(i, code, last, "\n".join(tail), Order.STATUS)
-        if note_failure(failure, causes) is None:
+            failure = failures.rank_failure(i, code, last, "\n".join(tail), failures.Order.STATUS)
+        if failures.note_failure(failure, causes) is None:
             unwritten.append(failure)
     return failed
 
@@ -430,7 +421,7 @@ def _write_line(line: str) -> None:
         sys.stderr.flush()
 
 
-def _report(cause: Failure, rank: _Rank) -> None:
+def _report(cause: failures.Failure, rank: _Rank) -> None:
     # Rank 0's own text is on the console already.
     _join_tees([rank])
     text = f"{cause.text.rstrip()}\n" if cause.rank else ""

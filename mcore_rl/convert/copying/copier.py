@@ -31,21 +31,8 @@ from mcore_rl.convert.copying.tensors import ChunkBytes, CopyTask, ScratchMemory
 from mcore_rl.errors import CheckpointError, McoreRlError
 from mcore_rl.families.weight_map import listed
 from mcore_rl.metrics.progress import ByteProgress, readable_bytes
+from mcore_rl.storage import files
 from mcore_rl.storage.checksums import PartChecksum
-from mcore_rl.storage.files import (
-    FULL,
-    Stamps,
-    delete_files,
-    existing_part,
-    flush_to_disk,
-    move_into_place,
-    refuse_overlap,
-    refuse_replacing,
-    replace_folder,
-    room_at,
-    sole_writer,
-    write_atomically,
-)
 
 ORPHANS_S = 10.0
 """Seconds that the workers of a killed run may take to notice, after the chunk at hand."""
@@ -87,9 +74,9 @@ def convert(conversion: Conversion, settings: CopySettings, progress: ByteProgre
             raise refusal
         if conversion.check is not None:
             conversion.check(job.out)
-        flush_to_disk(job.out)
-        write_atomically(work / STAMPS, json.dumps(dict(replaced)))
-        replace_folder(job.out, conversion.final, work / REPLACED, replaced)
+        files.flush_to_disk(job.out)
+        files.write_atomically(work / STAMPS, json.dumps(dict(replaced)))
+        files.replace_folder(job.out, conversion.final, work / REPLACED, replaced)
         conversion.named(conversion.final)
         _tidy(work)
     progress.event("end", output=str(conversion.final), bytes=conversion.num_bytes, seconds=round(progress.seconds, 3))
@@ -104,7 +91,7 @@ def _disk_explained(output: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        room = f" {room_at(output)}." if error.errno in FULL else ""
+        room = f" {files.room_at(output)}." if error.errno in files.FULL else ""
         raise CheckpointError(
             f"{error.filename or output}: {error.strerror or error}.{room} Mend that, or name another output, and give "
             "the command again: it goes on with what is written."
@@ -123,7 +110,7 @@ def _mixture(conversion: Conversion) -> CheckpointError | None:
 
 
 @contextmanager
-def _work_folder(conversion: Conversion, settings: CopySettings) -> Iterator[tuple[Path, Stamps]]:
+def _work_folder(conversion: Conversion, settings: CopySettings) -> Iterator[tuple[Path, files.Stamps]]:
     """Lock the folder in which the output grows, new or as a killed run of the same conversion left it.
 
     Yields:
@@ -133,18 +120,18 @@ def _work_folder(conversion: Conversion, settings: CopySettings) -> Iterator[tup
         ConfigError, CheckpointError, DataError: As of `convert`, before anything is written.
     """
     final, attempt = conversion.final, conversion.attempt
-    refuse_overlap(final, conversion.sources)
+    files.refuse_overlap(final, conversion.sources)
     # "." has no name, and ".." not its own.
     named = final if final.name not in ("", "..") else Path(os.path.abspath(final))
     work = named.with_name(f"{named.name}.converting")
-    lock = partial(sole_writer, work / "lock", wait_s=ORPHANS_S, remedy="Wait for it, or end it.")
+    lock = partial(files.sole_writer, work / "lock", wait_s=ORPHANS_S, remedy="Wait for it, or end it.")
     # Before the output is looked at: it is not there between the two renames of a run that was killed.
     if os.path.lexists(work):
         known = _known_attempt(work)
         with lock():
             _finish_naming(work, conversion)
     known = _known_attempt(work)
-    replaced = refuse_replacing(
+    replaced = files.refuse_replacing(
         final,
         conversion.sources,
         overwrite=settings.overwrite,
@@ -166,7 +153,7 @@ def _work_folder(conversion: Conversion, settings: CopySettings) -> Iterator[tup
                 if folder.exists():
                     shutil.rmtree(folder)
             (work / "out").mkdir()
-        write_atomically(work / PLAN, json.dumps({"plan": attempt}) + "\n")
+        files.write_atomically(work / PLAN, json.dumps({"plan": attempt}) + "\n")
         yield work, replaced
 
 
@@ -195,7 +182,7 @@ def _known_attempt(work: Path) -> str | None:
 def _finish_naming(work: Path, conversion: Conversion) -> None:
     """Finish or undo the work of a run that was killed while it named its output."""
     if (work / REPLACED).is_dir() and not os.path.lexists(conversion.final):
-        move_into_place(work / REPLACED, conversion.final)
+        files.move_into_place(work / REPLACED, conversion.final)
     if not (work / "out").exists() and (work / PLAN).exists():
         if conversion.final.is_dir():
             conversion.named(conversion.final)
@@ -208,7 +195,7 @@ def _tidy(work: Path) -> None:
     A record that stayed would pass for a task that is done: the next output would be made of holes.
     """
     if (work / REPLACED).is_dir():
-        delete_files(work / REPLACED, json.loads((work / STAMPS).read_text(encoding="utf-8")))
+        files.delete_files(work / REPLACED, json.loads((work / STAMPS).read_text(encoding="utf-8")))
     if (work / "done").is_dir():
         shutil.rmtree(work / "done")
     # The plan last: it proves that the remaining files belong to a conversion.
@@ -219,7 +206,7 @@ def _tidy(work: Path) -> None:
 
 
 def _check_room(work: Path, conversion: Conversion) -> None:
-    existing = existing_part(work)
+    existing = files.existing_part(work)
     # st_blocks counts allocated space in units of 512 bytes on any file system, unlike the length of a sparse file.
     taken = sum(file.stat().st_blocks * 512 for file in (work / "out").glob("*"))
     free = shutil.disk_usage(existing).free
@@ -309,10 +296,10 @@ def run_tasks(job: CopyJob, workers: int, progress: ByteProgress) -> McoreRlErro
 
 def _files_in_turn(tasks: Sequence[CopyTask]) -> list[CopyTask]:
     """Order tasks so that each file has a turn: processes that write to one file wait for each other."""
-    files: dict[str, list[CopyTask]] = {}
+    by_file: dict[str, list[CopyTask]] = {}
     for task in tasks:
-        files.setdefault(task.file, []).append(task)
-    turns = itertools.zip_longest(*files.values())
+        by_file.setdefault(task.file, []).append(task)
+    turns = itertools.zip_longest(*by_file.values())
     return [task for turn in turns for task in turn if task is not None]
 
 
@@ -400,9 +387,9 @@ def _write(job: CopyJob, task: CopyTask, source: TensorSource, parent: int) -> l
 
 def _record(job: CopyJob, task: CopyTask, records: Sequence[ChunkRecord]) -> CopyTask:
     """Record a task as done, once its bytes are on disk: if only the record survived a crash, data would be missing."""
-    flush_to_disk(job.out / task.file)
+    files.flush_to_disk(job.out / task.file)
     entries = [[[record.written.offset, record.written.length], record.crc, record.sources] for record in records]
-    write_atomically(job.record_file(task), json.dumps(entries))
+    files.write_atomically(job.record_file(task), json.dumps(entries))
     return task
 
 

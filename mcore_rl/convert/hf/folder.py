@@ -16,6 +16,7 @@ import torch
 from mcore_rl.data.chat_template import MORE_TEMPLATES
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.weight_map import Shape, listed
+from mcore_rl.storage import folders
 from mcore_rl.storage.checkpoint import FORMAT_FILE, MANIFEST, MARKER
 from mcore_rl.storage.files import (
     POINTER_REMEDY,
@@ -23,15 +24,6 @@ from mcore_rl.storage.files import (
     refuse_absent_content,
     sizes_and_times,
     unfinished_download,
-)
-from mcore_rl.storage.folders import (
-    NOT_JSON,
-    hub_cache_fault,
-    once_each,
-    read_config,
-    read_json,
-    refuse_cut_off,
-    refuse_special_file,
 )
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -106,7 +98,7 @@ def open_hf(path: Path) -> HfFolder:
     if adapter := [name for name in ADAPTER_FILES if (folder / name).exists()]:
         raise CheckpointError(_adapter_fault(folder, adapter[0]))
     stamps = sizes_and_times(folder / name for name in (*files, "config.json"))
-    config = read_config(folder) if (folder / "config.json").is_file() else None
+    config = folders.read_config(folder) if (folder / "config.json").is_file() else None
     if path.is_dir():
         _refuse_other_weights(path, files, config or {})
     tensors: dict[str, HfTensor] = {}
@@ -137,7 +129,7 @@ def _refuse_other_weights(folder: Path, files: Sequence[str], config: Mapping[st
 
 
 def _adapter_fault(folder: Path, name: str) -> str:
-    config = read_json(folder / ADAPTER_CONFIG) if (folder / ADAPTER_CONFIG).is_file() else {}
+    config = folders.read_json(folder / ADAPTER_CONFIG) if (folder / ADAPTER_CONFIG).is_file() else {}
     known = config if isinstance(config, dict) else {}
     kind, base = known.get("peft_type", "an unknown kind"), known.get("base_model_name_or_path")
     return (
@@ -161,7 +153,7 @@ def _files(folder: Path) -> list[str]:
         raise CheckpointError(
             f"{folder} is no folder. A model of the Hugging Face hub is downloaded first (hf download)."
         )
-    if (fault := hub_cache_fault(folder)) is not None:
+    if (fault := folders.hub_cache_fault(folder)) is not None:
         raise CheckpointError(f"{fault}.")
     found = sorted(file.name for file in folder.glob("*.safetensors"))
     if not found:
@@ -180,7 +172,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def _weight_map(folder: Path) -> Mapping[str, str]:
-    index = read_json(folder / INDEX)
+    index = folders.read_json(folder / INDEX)
     names = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
         raise CheckpointError(f"{folder}/{INDEX} has no weight_map of names to files. Take another copy.")
@@ -208,7 +200,7 @@ def _check_index(folder: Path, tensors: Mapping[str, HfTensor]) -> None:
 
 def _header(file: Path) -> tuple[dict[str, Any], int, int, str]:
     """Return a file's header, the byte at which its data begins, its size, and the header's SHA-256."""
-    refuse_special_file(file)
+    folders.refuse_special_file(file)
     try:
         size = file.stat().st_size
         with file.open("rb") as opened:
@@ -220,8 +212,8 @@ def _header(file: Path) -> tuple[dict[str, Any], int, int, str]:
             f"{file} cannot be read: {error.strerror}. Let this user read it, or take another copy."
         ) from error
     try:
-        header = json.loads(raw, object_pairs_hook=partial(once_each, file))
-    except NOT_JSON:
+        header = json.loads(raw, object_pairs_hook=partial(folders.once_each, file))
+    except folders.NOT_JSON:
         header = None
     if not isinstance(header, dict):
         remedy = POINTER_REMEDY if is_lfs_pointer(file) else "Download or copy it again."
@@ -277,7 +269,7 @@ def small_files(folder: Path) -> dict[str, Path]:
     }
     refuse_absent_content(folder)
     for file in found.values():
-        refuse_cut_off(file)
+        folders.refuse_cut_off(file)
     return found
 
 

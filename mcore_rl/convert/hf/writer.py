@@ -13,17 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from mcore_rl.convert.copying import tensors as regions
 from mcore_rl.convert.copying.conversion import WrittenRange
-from mcore_rl.convert.copying.tensors import (
-    ByteRun,
-    ChunkBytes,
-    CopyTask,
-    TargetTensor,
-    TensorSource,
-    chunk_at,
-    fill,
-    refuse_not_finite,
-)
 from mcore_rl.convert.hf import quantization
 from mcore_rl.convert.hf.folder import DTYPE_NAMES, HfFolder
 from mcore_rl.convert.hf.model import QUANTIZATION, HfSource, as_stored, with_quantization
@@ -34,7 +25,7 @@ from mcore_rl.families.weight_map import AxisRange, Region, listed, sizes
 class SafetensorsWriter:
     """Writes shards: any worker writes any chunk, in any order, twice if need be, as each has its bytes in a file."""
 
-    def __init__(self, shards: Mapping[str, Sequence[TargetTensor]]) -> None:
+    def __init__(self, shards: Mapping[str, Sequence[regions.TargetTensor]]) -> None:
         self._starts: dict[str, int] = {}
         self._headers: dict[str, bytes] = {}
         self._sizes: dict[str, int] = {}
@@ -56,7 +47,7 @@ class SafetensorsWriter:
             finally:
                 os.close(descriptor)
 
-    def write(self, folder: Path, task: CopyTask, contents: Iterator[ChunkBytes]) -> list[WrittenRange]:
+    def write(self, folder: Path, task: regions.CopyTask, contents: Iterator[regions.ChunkBytes]) -> list[WrittenRange]:
         """Write a task's chunks to where they belong in its file."""
         ranges = []
         descriptor = os.open(folder / task.file, os.O_WRONLY)
@@ -71,7 +62,7 @@ class SafetensorsWriter:
             os.close(descriptor)
         return ranges
 
-    def _lay_out(self, file: str, targets: Sequence[TargetTensor]) -> None:
+    def _lay_out(self, file: str, targets: Sequence[regions.TargetTensor]) -> None:
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
         position = 0
         for target in targets:
@@ -94,9 +85,9 @@ class SafetensorsWriter:
         self._headers[file], self._sizes[file] = header, position
 
 
-def shards_of(targets: Sequence[TargetTensor], max_bytes: int) -> dict[str, list[TargetTensor]]:
+def shards_of(targets: Sequence[regions.TargetTensor], max_bytes: int) -> dict[str, list[regions.TargetTensor]]:
     """Return the targets by file, in their order, as many a file as fit in `max_bytes`; named as transformers does."""
-    groups: list[list[TargetTensor]] = [[]]
+    groups: list[list[regions.TargetTensor]] = [[]]
     size = 0
     for target in targets:
         if groups[-1] and size + target.num_bytes > max_bytes:
@@ -142,7 +133,7 @@ class Blocks:
 
     kind: BlockKind
     reference: HfFolder
-    weights: Mapping[str, TargetTensor]
+    weights: Mapping[str, regions.TargetTensor]
     """By name, as they would be written without blocks."""
 
     @property
@@ -157,14 +148,14 @@ class Blocks:
         parts = set(PARTS[self.kind]).difference(COMPUTED[self.kind])
         return [name + part for name in self.weights for part in parts]
 
-    def targets(self, plain: Sequence[TargetTensor]) -> list[TargetTensor]:
+    def targets(self, plain: Sequence[regions.TargetTensor]) -> list[regions.TargetTensor]:
         """Return the tensors to write instead of `plain`, which has no blocks."""
         others = [target for target in plain if target.name not in self.weights]
         # The parts of a weight side by side: what is computed from it reads it while it is in memory.
         parts = [as_stored(self.reference, name + part) for name in self.weights for part in PARTS[self.kind]]
         return others + parts
 
-    def source(self, checkpoint: TensorSource) -> TensorSource:
+    def source(self, checkpoint: regions.TensorSource) -> regions.TensorSource:
         """Return a source of all tensors of the export."""
         computed = {name + part: target for name, target in self.weights.items() for part in COMPUTED[self.kind]}
         if self.kind == "int4":
@@ -173,7 +164,7 @@ class Blocks:
 
 
 def blocks_like(
-    kind: Quantization, reference: HfFolder | None, path: Path | None, plain: Sequence[TargetTensor]
+    kind: Quantization, reference: HfFolder | None, path: Path | None, plain: Sequence[regions.TargetTensor]
 ) -> Blocks | None:
     """Return which of the tensors `plain` are written in blocks, as the reference has them; None if none shall be."""
     if kind == "none":
@@ -215,10 +206,10 @@ def blocks_like(
 class WithReference:
     """A checkpoint's tensors, and tensors that only the reference folder has."""
 
-    def __init__(self, source: TensorSource, folder: HfFolder) -> None:
+    def __init__(self, source: regions.TensorSource, folder: HfFolder) -> None:
         self._source, self._folder, self._reference = source, folder, HfSource(folder)
 
-    def _of(self, name: str) -> TensorSource:
+    def _of(self, name: str) -> regions.TensorSource:
         return self._reference if self._reference.has(name) else self._source
 
     def fill(self, out: Tensor, name: str, where: Region) -> None:
@@ -229,11 +220,11 @@ class WithReference:
         """Let the disk begin to read a region (see TensorSource)."""
         self._of(name).prefetch(name, where)
 
-    def run(self, name: str, where: Region) -> ByteRun | None:
+    def run(self, name: str, where: Region) -> regions.ByteRun | None:
         """Return where a region of the checkpoint is stored (see TensorSource); copied tensors are filled."""
         return None if self._reference.has(name) else self._source.run(name, where)
 
-    def read(self, run: ByteRun, start: int, out: memoryview) -> None:
+    def read(self, run: regions.ByteRun, start: int, out: memoryview) -> None:
         """Fill `out` with bytes of a run (see TensorSource)."""
         self._source.read(run, start, out)
 
@@ -241,7 +232,9 @@ class WithReference:
 class WithBlocks(WithReference, ABC):
     """The tensors of an export, including quantized blocks computed from the checkpoint's weights."""
 
-    def __init__(self, source: TensorSource, folder: HfFolder, computed: Mapping[str, TargetTensor]) -> None:
+    def __init__(
+        self, source: regions.TensorSource, folder: HfFolder, computed: Mapping[str, regions.TargetTensor]
+    ) -> None:
         """`computed` has, by the name of a part, the weight that it is computed from."""
         super().__init__(source, folder)
         self._computed = computed
@@ -262,14 +255,14 @@ class WithBlocks(WithReference, ABC):
             self._source.prefetch(copy.source, copy.where)
 
     @abstractmethod
-    def _compute(self, out: Tensor, weight: TargetTensor, name: str, where: Region) -> None:
+    def _compute(self, out: Tensor, weight: regions.TargetTensor, name: str, where: Region) -> None:
         """Fill `out` with a region of the part `name` of a weight."""
 
-    def _weights(self, weight: TargetTensor, rows: AxisRange) -> Tensor:
+    def _weights(self, weight: regions.TargetTensor, rows: AxisRange) -> Tensor:
         """Return rows of a weight of the checkpoint `[rows, columns]`, in the type that it has without blocks."""
-        chunk = chunk_at(weight, (rows, AxisRange(0, weight.shape[1])))
-        weights = fill(chunk, self._source)
-        refuse_not_finite(weights, chunk, self._source)
+        chunk = regions.chunk_at(weight, (rows, AxisRange(0, weight.shape[1])))
+        weights = regions.fill(chunk, self._source)
+        regions.refuse_not_finite(weights, chunk, self._source)
         return weights
 
     def _scales(self, name: str, rows: AxisRange) -> Tensor:
@@ -283,7 +276,7 @@ class WithBlocks(WithReference, ABC):
 class WithInt4(WithBlocks):
     """The tensors of an export with int4 blocks; only words of numbers are computed."""
 
-    def _compute(self, out: Tensor, weight: TargetTensor, name: str, where: Region) -> None:
+    def _compute(self, out: Tensor, weight: regions.TargetTensor, name: str, where: Region) -> None:
         scales = self._scales(weight.name + quantization.INT4_SCALE, where[0])
         words = quantization.pack_int4(self._weights(weight, where[0]), scales)
         out.copy_(words[:, slice(*where[1])].view(out.shape))
@@ -292,7 +285,9 @@ class WithInt4(WithBlocks):
 class WithFp8(WithBlocks):
     """The tensors of an export with fp8 blocks; numbers and scales are computed, a row of blocks at a time."""
 
-    def __init__(self, source: TensorSource, folder: HfFolder, computed: Mapping[str, TargetTensor]) -> None:
+    def __init__(
+        self, source: regions.TensorSource, folder: HfFolder, computed: Mapping[str, regions.TargetTensor]
+    ) -> None:
         config = with_quantization(folder.config or {})
         self._block = quantization.fp8_block_size(config)
         self._in_powers = (config.get(QUANTIZATION) or {}).get("scale_fmt") == quantization.POWERS
@@ -300,7 +295,7 @@ class WithFp8(WithBlocks):
             source, replace(folder, tensors=quantization.with_scale_types(folder.tensors, config)), computed
         )
 
-    def _compute(self, out: Tensor, weight: TargetTensor, name: str, where: Region) -> None:
+    def _compute(self, out: Tensor, weight: regions.TargetTensor, name: str, where: Region) -> None:
         (rows, columns), is_scale = where, name != weight.name
         # Scales that are stored as plain bytes are the bytes of powers of two.
         out_RC = (out.view(torch.float8_e8m0fnu) if out.dtype == torch.uint8 else out).view(sizes(where))
@@ -310,7 +305,7 @@ class WithFp8(WithBlocks):
             low, high = max(rows.start, first), min(rows.stop, first + len(part))
             out_RC[low - rows.start : high - rows.start] = part[low - first : high - first, slice(*columns)]
 
-    def _row_of_blocks(self, weight: TargetTensor, index: int) -> tuple[Tensor, Tensor]:
+    def _row_of_blocks(self, weight: regions.TargetTensor, index: int) -> tuple[Tensor, Tensor]:
         name, first = weight.name + quantization.FP8_SCALE, index * self._block
         rows = AxisRange(first, min(first + self._block, weight.shape[0]))
         dtype = self._folder.tensors[name].dtype
@@ -323,7 +318,7 @@ class WithFp8(WithBlocks):
         )
 
 
-def _exceptions(weights: Mapping[str, TargetTensor], modules: Sequence[str]) -> Iterator[str]:
+def _exceptions(weights: Mapping[str, regions.TargetTensor], modules: Sequence[str]) -> Iterator[str]:
     for name, weight in weights.items():
         module = name.removesuffix(".weight")
         named = [key for key in modules if f".{module}.".endswith(f".{key}.") or module.startswith(f"{key}.")]

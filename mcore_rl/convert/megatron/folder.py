@@ -9,20 +9,8 @@ import torch
 
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.weight_map import AxisRange, Region, Shape, covered_otherwise_than_once
+from mcore_rl.storage import checkpoint
 from mcore_rl.storage.archives import FileRange, check_descriptions, check_identity, file_sizes
-from mcore_rl.storage.checkpoint import (
-    COMMON,
-    CRITIC,
-    FORMAT_FILE,
-    MARKER,
-    METADATA,
-    Marker,
-    base_of,
-    check,
-    find_checkpoint,
-    held_by_base,
-    step_of,
-)
 from mcore_rl.storage.files import sizes_and_times
 from mcore_rl.storage.folders import read_json, refuse_special_file
 from mcore_rl.storage.foreign import StoredMetadata, StoredTensor, load_common, load_metadata
@@ -53,7 +41,7 @@ class DistFolder:
     """A complete checkpoint."""
 
     path: Path
-    marker: Marker | None
+    marker: checkpoint.Marker | None
     """The checkpoint's marker; None if this program did not write it."""
     step: int
     tensors: dict[str, DistTensor]
@@ -86,17 +74,19 @@ class DistFolder:
     @property
     def weights(self) -> dict[str, DistTensor]:
         """The tensors without the optimizer's state and a critic, by key."""
-        return {key: tensor for key, tensor in self.tensors.items() if not key.startswith((*OPTIMIZER, CRITIC))}
+        return {
+            key: tensor for key, tensor in self.tensors.items() if not key.startswith((*OPTIMIZER, checkpoint.CRITIC))
+        }
 
 
 def open_dist(path: Path) -> DistFolder:
     """Return the checkpoint that `path` is or has in it; CheckpointError when it is damaged, incomplete or foreign."""
-    path = find_checkpoint(path)
-    for name in (MARKER, METADATA, FORMAT_FILE):
+    path = checkpoint.find_checkpoint(path)
+    for name in (checkpoint.MARKER, checkpoint.METADATA, checkpoint.FORMAT_FILE):
         refuse_special_file(path / name)
     stamps = sizes_and_times(path.iterdir())
-    marker = check(path) if (path / MARKER).exists() else None
-    config = path / FORMAT_FILE
+    marker = checkpoint.check(path) if (path / checkpoint.MARKER).exists() else None
+    config = path / checkpoint.FORMAT_FILE
     if marker is None and (not config.is_file() or read_json(config).get("sharded_backend") != "torch_dist"):
         raise CheckpointError(
             f"{path} is not a complete checkpoint in Megatron's format torch_dist (by metadata.json). "
@@ -107,12 +97,16 @@ def open_dist(path: Path) -> DistFolder:
     metadata = load_metadata(path)
     tensors, objects = _entries(path, metadata)
     files = file_sizes(path, (metadata.storage_data or {}).values())
-    digest = sha256((path / METADATA).read_bytes()).hexdigest()
-    stamps = {file: stamp for file, stamp in stamps.items() if file.name in (*files, METADATA, COMMON, FORMAT_FILE)}
-    base_path = None if marker is None else base_of(path, marker)
+    digest = sha256((path / checkpoint.METADATA).read_bytes()).hexdigest()
+    stamps = {
+        file: stamp
+        for file, stamp in stamps.items()
+        if file.name in (*files, checkpoint.METADATA, checkpoint.COMMON, checkpoint.FORMAT_FILE)
+    }
+    base_path = None if marker is None else checkpoint.base_of(path, marker)
     base = None if base_path is None else open_dist(base_path)
     if base is not None:
-        for key in held_by_base(base.tensors, tensors):
+        for key in checkpoint.held_by_base(base.tensors, tensors):
             held = base.tensors[key]
             saved = (part.saved._replace(file=str(base.path / part.saved.file)) for part in held.parts)
             parts = (replace(part, saved=place) for part, place in zip(held.parts, saved, strict=True))
@@ -183,8 +177,8 @@ def _file_range(path: Path, key: str, info: object) -> FileRange:
 
 
 def _step(path: Path) -> int:
-    if (named := step_of(path)) is not None:
+    if (named := checkpoint.step_of(path)) is not None:
         return named
-    common = path / COMMON
+    common = path / checkpoint.COMMON
     step = load_common(common.read_bytes(), str(common)).get("iteration", 0) if common.is_file() else 0
     return step if isinstance(step, int) else 0

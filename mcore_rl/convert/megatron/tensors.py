@@ -21,16 +21,7 @@ from mcore_rl.convert.megatron.folder import DistFolder, DistPart
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.rules import Rows, packed_rows
 from mcore_rl.families.weight_map import AxisRange, Region, Shape, sizes
-from mcore_rl.storage.archives import (
-    HEADER_BYTES,
-    MALFORMED,
-    FileRange,
-    SliceableBytes,
-    archive_records,
-    check_part,
-    record_bytes,
-    record_named,
-)
+from mcore_rl.storage import archives
 from mcore_rl.storage.checkpoint import ADAPTER
 from mcore_rl.storage.checksums import crc32
 from mcore_rl.storage.folders import lora_of
@@ -74,11 +65,11 @@ class SavedTensor:
     """Index in the storage of the tensor's first element."""
 
 
-def find_tensor(data: SliceableBytes, start: int, what: str) -> SavedTensor:
+def find_tensor(data: archives.SliceableBytes, start: int, what: str) -> SavedTensor:
     """Find the tensor saved in `data`, an archive at byte `start`; CheckpointError for anything else."""
     try:
         return _find(data, start)
-    except MALFORMED as error:
+    except archives.MALFORMED as error:
         raise CheckpointError(f"{what} is not a saved tensor ({type(error).__name__}: {error}).") from error
 
 
@@ -103,23 +94,23 @@ def save(file: io.FileIO, content: ChunkBytes) -> None:
     os.pwrite(file.fileno(), elements.header(), start + elements.offset)
 
 
-def _find(data: SliceableBytes, start: int) -> SavedTensor:
-    records = archive_records(data)
+def _find(data: archives.SliceableBytes, start: int) -> SavedTensor:
+    records = archives.archive_records(data)
     has_byteorder = any(record.name.partition("/")[2] == "byteorder" for record in records)
-    if has_byteorder and record_bytes(data, records, "byteorder") != b"little":
+    if has_byteorder and archives.record_bytes(data, records, "byteorder") != b"little":
         raise ValueError("its bytes are in big-endian order")
     allowed = PLAIN | {
         ("torch._utils", "_rebuild_tensor_v2"): _RebuildArguments,
         ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
         **{("torch", name): dtype for name, dtype in STORAGES.items()},
     }
-    saved = AllowListUnpickler(io.BytesIO(record_bytes(data, records, "data.pkl")), allowed).load()
+    saved = AllowListUnpickler(io.BytesIO(archives.record_bytes(data, records, "data.pkl")), allowed).load()
     if not isinstance(saved, _RebuildArguments):
         raise ValueError(f"it holds a {type(saved).__name__}")
     _, dtype, key, _, numel = saved.storage
     if not isinstance(dtype, torch.dtype):
         raise ValueError("it has a storage without a type")
-    record = record_named(records, f"data/{key}")
+    record = archives.record_named(records, f"data/{key}")
     if not record.is_plain:
         raise ValueError("it is compressed")
     last = saved.storage_offset + sum((n - 1) * s for n, s in zip(saved.shape, saved.stride, strict=True))
@@ -157,7 +148,7 @@ class _RecordHeader:
     def aligned(self) -> "_RecordHeader":
         """Return the same record, padded so that its bytes begin at a multiple of ALIGNMENT."""
         # 4: the mark and the length of the padding itself.
-        before = self.offset + HEADER_BYTES + len(self.name) + 4
+        before = self.offset + archives.HEADER_BYTES + len(self.name) + 4
         count = -before % ALIGNMENT
         return replace(self, extra=PADDING + struct.pack("<H", count) + bytes(count))
 
@@ -224,7 +215,7 @@ class DistSource:
         self._files = FileBytes(folder.path)
         self._path = folder.path
         self._parts: dict[str, dict[AxisRange, list[DistPart]]] = {}
-        self._saved: dict[FileRange, SavedTensor] = {}
+        self._saved: dict[archives.FileRange, SavedTensor] = {}
 
     def fill(self, out: Tensor, name: str, where: Region) -> None:
         """Copy a region to `out` (see TensorSource)."""
@@ -252,9 +243,9 @@ class DistSource:
         """Fill `out` with bytes of a run (see TensorSource)."""
         self._files.read(run.file, run.start + start, out)
 
-    def object_bytes(self, key: str, saved: FileRange) -> bytes:
+    def object_bytes(self, key: str, saved: archives.FileRange) -> bytes:
         """Return the bytes of an object as torch.save wrote them; CheckpointError when they are damaged."""
-        check_part(self._path, key, saved)
+        archives.check_part(self._path, key, saved)
         return self._files.part(saved.file, saved.start, saved.length)[:]
 
     def _overlapping(self, name: str, where: Region) -> Iterator[tuple[DistPart, Region]]:
@@ -289,7 +280,7 @@ class DistSource:
     def _saved_tensor(self, name: str, part: DistPart) -> SavedTensor:
         saved = self._saved.get(part.saved)
         if saved is None:
-            check_part(self._path, name, part.saved)
+            archives.check_part(self._path, name, part.saved)
             what = f"{name} in {self._path / part.saved.file}"
             archive = self._files.part(*part.saved)
             saved = self._saved[part.saved] = find_tensor(archive, part.saved.start, what)

@@ -20,18 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mcore_rl.config.data import DataConfig
+from mcore_rl.data import index_file
 from mcore_rl.data.batch import SampleDataset
-from mcore_rl.data.index_file import (
-    IndexFile,
-    check_enough,
-    check_same_tokenizer,
-    check_sidecar,
-    check_tokenizer,
-    check_vocabulary,
-    read_index,
-    read_sidecar,
-    write_range,
-)
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import DataError
 from mcore_rl.megatron.agree import on_rank_zero
@@ -160,7 +150,7 @@ class DataPlan:
     split: str
     """Megatron's notation when one blend is cut in three; empty when each split has its own prefixes."""
     tokenizer: "DatasetTokenizer"
-    ranges: Mapping[str, tuple[IndexFile, tuple[int, int, int, int]]] = field(default_factory=dict)
+    ranges: Mapping[str, tuple[index_file.IndexFile, tuple[int, int, int, int]]] = field(default_factory=dict)
     """Prefix -> its pair and the first token of train, valid, test and the end, where the split cuts documents; else
     empty."""
     warnings: tuple[str, ...] = ()
@@ -206,13 +196,13 @@ def plan_data(config: DataConfig, *, vocab_size: int, samples: SampleCounts, eva
     if not config.train:
         raise DataError("data.train names no data. Give it prefixes of .bin/.idx pairs (`mcore-rl data preprocess`).")
     prefixes = tuple(dict.fromkeys((*config.train, *config.valid, *config.test)))
-    indexes = {prefix: read_index(prefix) for prefix in prefixes}
+    indexes = {prefix: index_file.read_index(prefix) for prefix in prefixes}
     eod = _check_fit(indexes, config, vocab_size)
     split = "" if config.valid or config.test else ",".join(f"{share:.9f}" for share in config.split)
     blends = _blends(config, indexes, split, samples)
     assert blends[0] is not None  # or _blends has refused
     parts = [_part_tokens(blend, indexes) if blend else {} for blend in blends]
-    ranges: dict[str, tuple[IndexFile, tuple[int, int, int, int]]] = {}
+    ranges: dict[str, tuple[index_file.IndexFile, tuple[int, int, int, int]]] = {}
     warnings: list[str] = []
     if split and any(tokens <= config.seq_length for part in parts for tokens in part.values()):
         ranges = {prefix: (indexes[prefix], _token_bounds(config, indexes[prefix])) for prefix in config.train}
@@ -225,7 +215,7 @@ def plan_data(config: DataConfig, *, vocab_size: int, samples: SampleCounts, eva
             f"data.split={list(config.split)} cuts the documents in which its parts meet"
         )
     for prefix, tokens in parts[0].items():
-        check_enough(prefix, tokens=tokens, seq_length=config.seq_length)
+        index_file.check_enough(prefix, tokens=tokens, seq_length=config.seq_length)
     for name, blend, part in zip(BLENDS[1:], blends[1:], parts[1:], strict=True):
         wanted = getattr(samples, name)
         found = _evaluated(wanted, evaluated_at_once, blend, part, config.seq_length) if blend else 0
@@ -284,12 +274,12 @@ def build_datasets(plan: DataPlan, *, seed: int, cache_dir: Path) -> Datasets:
     )
 
 
-def _check_fit(indexes: dict[str, IndexFile], config: DataConfig, vocab_size: int) -> int:
-    sidecars = {prefix: read_sidecar(prefix) for prefix in indexes}
+def _check_fit(indexes: dict[str, index_file.IndexFile], config: DataConfig, vocab_size: int) -> int:
+    sidecars = {prefix: index_file.read_sidecar(prefix) for prefix in indexes}
     for prefix, sidecar in sidecars.items():
         if sidecar:
-            check_sidecar(indexes[prefix], sidecar)
-    check_same_tokenizer(sidecars)
+            index_file.check_sidecar(indexes[prefix], sidecar)
+    index_file.check_same_tokenizer(sidecars)
     tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer.kind != "none" else None
     if tokenizer and tokenizer.vocab_size > vocab_size:
         raise DataError(
@@ -298,15 +288,15 @@ def _check_fit(indexes: dict[str, IndexFile], config: DataConfig, vocab_size: in
         )
     for prefix, sidecar in sidecars.items():
         if tokenizer and sidecar:
-            check_tokenizer(prefix, sidecar, tokenizer, str(config.tokenizer.path))
-        check_vocabulary(indexes[prefix], sidecar, vocab_size)
+            index_file.check_tokenizer(prefix, sidecar, tokenizer, str(config.tokenizer.path))
+        index_file.check_vocabulary(indexes[prefix], sidecar, vocab_size)
     if tokenizer:
         return tokenizer.eod_id
     return next((sidecar.eod_id for sidecar in sidecars.values() if sidecar), UNKNOWN_EOD)
 
 
 def _blends(
-    config: DataConfig, indexes: dict[str, IndexFile], split: str, samples: SampleCounts
+    config: DataConfig, indexes: dict[str, index_file.IndexFile], split: str, samples: SampleCounts
 ) -> tuple[DatasetBlend | None, DatasetBlend | None, DatasetBlend | None]:
     train = _weighted(config.train, config.train_weights, indexes)
     if split:
@@ -327,7 +317,9 @@ def _blends(
     return found[0], found[1] if samples.valid else None, found[2] if samples.test else None
 
 
-def _weighted(prefixes: Sequence[str], weights: Sequence[float], indexes: dict[str, IndexFile]) -> DatasetBlend:
+def _weighted(
+    prefixes: Sequence[str], weights: Sequence[float], indexes: dict[str, index_file.IndexFile]
+) -> DatasetBlend:
     """Return the blend by `weights`, or by tokens: without weights Megatron ends a blend after one epoch."""
     if not weights:
         weights = [float(indexes[prefix].num_tokens) for prefix in prefixes]
@@ -343,7 +335,7 @@ def _weighted(prefixes: Sequence[str], weights: Sequence[float], indexes: dict[s
     return DatasetBlend(prefixes=tuple(prefixes), weights=tuple(weight / total for weight in weights))
 
 
-def _part_tokens(blend: DatasetBlend, indexes: dict[str, IndexFile]) -> dict[str, int]:
+def _part_tokens(blend: DatasetBlend, indexes: dict[str, index_file.IndexFile]) -> dict[str, int]:
     tokens = {}
     for prefix in blend.prefixes:
         lengths_N = indexes[prefix].lengths_N
@@ -352,7 +344,7 @@ def _part_tokens(blend: DatasetBlend, indexes: dict[str, IndexFile]) -> dict[str
     return tokens
 
 
-def _token_bounds(config: DataConfig, index: IndexFile) -> tuple[int, int, int, int]:
+def _token_bounds(config: DataConfig, index: index_file.IndexFile) -> tuple[int, int, int, int]:
     train, valid, _ = (share / sum(config.split) for share in config.split)
     return 0, round(train * index.num_tokens), round((train + valid) * index.num_tokens), index.num_tokens
 
@@ -394,7 +386,7 @@ def _with_ranges_written(plan: DataPlan, folder: Path) -> DataPlan:
     blends = []
     for i, blend in enumerate(plan.blends):
         prefixes = (
-            write_range(index, bounds[i], bounds[i + 1], folder)
+            index_file.write_range(index, bounds[i], bounds[i + 1], folder)
             for index, bounds in (plan.ranges[prefix] for prefix in (blend.prefixes if blend else ()))
         )
         blends.append(DatasetBlend(prefixes=tuple(prefixes), weights=blend.weights) if blend else None)

@@ -20,15 +20,8 @@ from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint._traverse import set_element
 
 from mcore_rl.errors import CheckpointError
+from mcore_rl.storage import foreign
 from mcore_rl.storage.checkpoint import COMMON
-from mcore_rl.storage.foreign import (
-    MCORE_METADATA,
-    METADATA,
-    TORCHS,
-    AllowListUnpickler,
-    load_saved,
-    refuse_programs_inside,
-)
 
 FindOverlap = Callable[[Sequence[Any], Sequence[int]], tuple[int, int] | None]
 
@@ -403,9 +396,9 @@ def load_entry(self: Any, read_item: Any, value: io.BytesIO) -> None:
     stored = self.metadata.storage_data if self.metadata is not None else {}
     info = (stored or {}).get(read_item.storage_index)
     what = f"{name} in {info.relative_path}" if info is not None else name
-    loaded = load_saved(value.getvalue(), what)
+    loaded = foreign.load_saved(value.getvalue(), what)
     if "_extra_state" in name:
-        refuse_programs_inside(loaded, what)
+        foreign.refuse_programs_inside(loaded, what)
     if self.flatten_state_dict:
         set_element(self.original_state_dict, self.mappings[name], loaded)
     else:
@@ -414,12 +407,16 @@ def load_entry(self: Any, read_item: Any, value: io.BytesIO) -> None:
 
 def restricted_pickle(module: Any) -> Any:
     """Return the part of `pickle` that torch's reader and writer of `.metadata` use; its load runs no programs."""
-    theirs = {place: getattr(importlib.import_module(place[0]), place[1]) for place in METADATA if TORCHS in place[0]}
-    allowed = METADATA | theirs | {MCORE_METADATA: metadata.Metadata}
+    theirs = {
+        place: getattr(importlib.import_module(place[0]), place[1])
+        for place in foreign.METADATA
+        if foreign.TORCHS in place[0]
+    }
+    allowed = foreign.METADATA | theirs | {foreign.MCORE_METADATA: metadata.Metadata}
 
     def load(file: Any) -> Any:
         try:
-            return AllowListUnpickler(file, allowed).load()
+            return foreign.AllowListUnpickler(file, allowed).load()
         except CheckpointError as error:
             raise CheckpointError(f"{file.name}: {error}.") from None
 
@@ -443,4 +440,4 @@ def load_common_function(load: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def _load_common(folder: Any, otherwise: Callable[[], Any]) -> Any:
     file = Path(folder) / COMMON
-    return load_saved(file.read_bytes(), str(file), "cpu") if file.is_file() else otherwise()
+    return foreign.load_saved(file.read_bytes(), str(file), "cpu") if file.is_file() else otherwise()

@@ -10,18 +10,8 @@ from typing import Any
 from math_verify import LatexExtractionConfig, parse, verify  # type: ignore[import-untyped]
 
 from mcore_rl.config.rl.rollout import RewardConfig
+from mcore_rl.rl.rewards import rules
 from mcore_rl.rl.rewards.interface import RewardFunction, RewardInput
-from mcore_rl.rl.rewards.rules import (
-    FIGURE,
-    GSM8K_MARKER,
-    MINUS_SIGNS,
-    after_marker,
-    answered,
-    first_line,
-    last_number,
-    number_of,
-    stated_number,
-)
 
 # A number followed by a unit or remark. Words that are mathematics, or that join two answers, are not a unit.
 NUMBER_AND_REMARK = re.compile(
@@ -43,7 +33,7 @@ WORD = re.compile(r"(?i)(?<![\\a-z])(?!sqrt|frac|infinity)(?:[a-z]{4,}|yes|no|od
 """A word of a language; shorter ones, such as xy and abc, are products of variables."""
 WORDS = re.compile(r"[A-Za-z][A-Za-z\s,.'\u2019-]*")
 # In x^2+2e-3 the e may be Euler's number.
-ALONE = re.compile(f"(?<![-+*/^])(?:{FIGURE.pattern})")
+ALONE = re.compile(f"(?<![-+*/^])(?:{rules.FIGURE.pattern})")
 
 
 def math_function(config: RewardConfig) -> RewardFunction:
@@ -56,14 +46,14 @@ def math_equal(scored: RewardInput, *, answer_pattern: str) -> float:
     match of `answer_pattern` are read whole; in other text math-verify finds the text after "answer is", or the last
     expression. Raises ValueError if the reference is empty.
     """
-    reference, text = after_marker(scored.answer), answered(scored.completion, answer_pattern)
+    reference, text = rules.after_marker(scored.answer), rules.answered(scored.completion, answer_pattern)
     if not reference:
         raise ValueError(f"the reference answer {scored.answer!r} is empty")
     wanted = _whole(reference)
-    if answer_pattern or GSM8K_MARKER in text:
-        answer = after_marker(text)
+    if answer_pattern or rules.GSM8K_MARKER in text:
+        answer = rules.after_marker(text)
         if getattr(wanted[0], "is_Number", False):
-            answer = first_line(answer)
+            answer = rules.first_line(answer)
             answer = match[1] if (match := NUMBER_AND_REMARK.fullmatch(answer)) else answer
         given = _whole(answer)
     elif _boxed(text) is not None or text == reference:
@@ -88,8 +78,8 @@ def _whole(answer: str) -> list[Any]:
     if WORD.search(bare):
         if WORDS.fullmatch(bare):
             return [bare.casefold()]
-        number = stated_number(bare)
-        answer = str(number) if number is not None and number == last_number(bare) else answer
+        number = rules.stated_number(bare)
+        answer = str(number) if number is not None and number == rules.last_number(bare) else answer
     answer, is_long = _spelled(answer), len(answer) > MAX_EXPRESSION
     found = parse(answer, parsing_timeout=None) if is_long or MARKED.search(answer) else []
     if found or is_long:
@@ -104,8 +94,8 @@ def _spelled(text: str) -> str:
 
     def fraction(figure: re.Match[str]) -> str:
         is_misread = (figure["exponent"] or figure["top"]) and not figure["after"]
-        number = number_of(figure) if is_misread else None
+        number = rules.number_of(figure) if is_misread else None
         before = figure[0][: figure.start("whole") - figure.start()].strip("+-")
         return figure[0] if number is None else f"{before}{number}"
 
-    return ALONE.sub(fraction, text.translate(MINUS_SIGNS))
+    return ALONE.sub(fraction, text.translate(rules.MINUS_SIGNS))

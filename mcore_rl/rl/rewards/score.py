@@ -16,16 +16,7 @@ from mcore_rl.config.extension import load_extension
 from mcore_rl.config.rl.rollout import ENVIRONMENT_PART, RewardConfig
 from mcore_rl.errors import TrainingError
 from mcore_rl.metrics.metrics import Metric
-from mcore_rl.rl.rewards.interface import (
-    SCORE_FORMS,
-    Job,
-    Outcome,
-    RewardFunction,
-    RewardInput,
-    RewardWorkers,
-    Score,
-    TextStep,
-)
+from mcore_rl.rl.rewards import interface
 from mcore_rl.rl.rewards.rules import RULES
 from mcore_rl.rl.types import Completion, Group, Problem, Prompt, single_version
 from mcore_rl.rl.workers import FailedScore, cut
@@ -48,7 +39,7 @@ class FailedPart:
     part: str
     problem_id: str
     failure: FailedScore
-    scored: RewardInput
+    scored: interface.RewardInput
     """Input of the part that failed."""
 
     @property
@@ -160,7 +151,7 @@ class Scores:
     parts: dict[str, Tensor]
     """Unweighted values `[P, G]` of each part, NaN where the part failed or does not apply; `overlong` is the length
     penalty."""
-    steps_PG: list[list[tuple[TextStep, ...]]]
+    steps_PG: list[list[tuple[interface.TextStep, ...]]]
     """Weighted steps of each completion; steps with the same end are summed over the parts. A plain number, and the
     length penalty, are a step that ends with the text. The environment's part counts as 0, because each of its turns
     is a separate step: together with these, a completion's steps add up to its reward. Empty without a reward."""
@@ -207,7 +198,7 @@ def _mean(name: str, values_PG: Tensor) -> Iterator[Metric]:
 class ServedPart(Protocol):
     """A reward part that a server scores."""
 
-    def outcomes(self, inputs: Sequence[RewardInput]) -> list[Outcome]:
+    def outcomes(self, inputs: Sequence[interface.RewardInput]) -> list[interface.Outcome]:
         """Return the outcome of each completion. A missing answer is a failed score, not an exception."""
 
 
@@ -226,7 +217,7 @@ class Reward:
         self._functions = [name for name in config.parts if name not in others]
         # Modules are imported before the processes are forked, so that an import error is raised in this process.
         functions = [part_function(name, config) for name in self._functions]
-        self._workers = RewardWorkers(
+        self._workers = interface.RewardWorkers(
             functions, workers=config.workers, timeout_s=config.timeout_s, max_memory_gib=config.max_memory_gib
         )
 
@@ -240,19 +231,21 @@ class Reward:
         """End the worker processes."""
         self._workers.close()
 
-    def __call__(self, groups: Sequence[Group], of_models: Mapping[str, Sequence[Outcome]] | None = None) -> Scores:
+    def __call__(
+        self, groups: Sequence[Group], of_models: Mapping[str, Sequence[interface.Outcome]] | None = None
+    ) -> Scores:
         """Return the rewards of all completions, in groups of equal size. `of_models` has, for each part that is a
         reward model, each completion's outcome, in order.
         """
         names = self._config.parts
         pairs = [(group.prompt.problem, completion) for group in groups for completion in group.completions]
         inputs = [_reward_input(problem, completion) for problem, completion in pairs]
-        jobs = [Job(function, scored) for scored in inputs for function in range(len(self._functions))]
-        of_functions: Iterator[Outcome] = iter(self._workers.run(jobs))
+        jobs = [interface.Job(function, scored) for scored in inputs for function in range(len(self._functions))]
+        of_functions: Iterator[interface.Outcome] = iter(self._workers.run(jobs))
         of_servers = {name: part.outcomes(inputs) for name, part in self._served.items()}
         of_others = {**(of_models or {}), **of_servers}
 
-        def outcome_of(name: str, index: int) -> Outcome:
+        def outcome_of(name: str, index: int) -> interface.Outcome:
             if name in self._functions:
                 return next(of_functions)
             if name == ENVIRONMENT_PART:
@@ -264,7 +257,7 @@ class Reward:
             for index in range(len(inputs))
             for outcome in _with_an_applying_part([outcome_of(name, index) for name in names], self._weights)
         ]
-        scores: list[Score] = []
+        scores: list[interface.Score] = []
         failures: list[FailedPart] = []
         value = torch.nan if self._config.error_value is None else self._config.error_value
         for index, outcome in enumerate(outcomes):
@@ -273,7 +266,7 @@ class Reward:
                 part = names[index % len(names)]
                 scored = inputs[index // len(names)]
                 failures.append(FailedPart(part=part, problem_id=problem.problem_id, failure=outcome, scored=scored))
-            scores.append(Score(value) if isinstance(outcome, FailedScore) else outcome)
+            scores.append(interface.Score(value) if isinstance(outcome, FailedScore) else outcome)
         values = [score.value for score in scores]
         values_PGR = torch.tensor(values, dtype=torch.float64).view(len(groups), -1, len(names))
         parts = dict(zip(names, values_PGR.unbind(2), strict=True))
@@ -300,10 +293,10 @@ class Reward:
         )
 
     def _steps(
-        self, groups: Sequence[Group], scores: Sequence[Score], overlong_PG: Tensor | None
-    ) -> list[list[tuple[TextStep, ...]]]:
+        self, groups: Sequence[Group], scores: Sequence[interface.Score], overlong_PG: Tensor | None
+    ) -> list[list[tuple[interface.TextStep, ...]]]:
         of_parts = iter(scores)
-        steps_PG: list[list[tuple[TextStep, ...]]] = []
+        steps_PG: list[list[tuple[interface.TextStep, ...]]] = []
         for p, group in enumerate(groups):
             steps_PG.append([])
             for g, completion in enumerate(group.completions):
@@ -313,14 +306,14 @@ class Reward:
                     score = next(of_parts)
                     if not score.applies:
                         continue
-                    plain = TextStep(whole, score.value)
+                    plain = interface.TextStep(whole, score.value)
                     if name == ENVIRONMENT_PART and completion.episode and not completion.episode.failure:
-                        plain = TextStep(whole, 0.0)  # each of its turns is a separate step
+                        plain = interface.TextStep(whole, 0.0)  # each of its turns is a separate step
                     for step in (plain,) if score.steps is None else score.steps:
                         values[step.end] += weight * step.value if weight else 0.0
                 if overlong_PG is not None:
                     values[whole] += overlong_PG[p, g].item()
-                steps = tuple(TextStep(end, values[end]) for end in sorted(values))
+                steps = tuple(interface.TextStep(end, values[end]) for end in sorted(values))
                 steps_PG[-1].append(() if any(math.isnan(step.value) for step in steps) else steps)
         return steps_PG
 
@@ -335,34 +328,36 @@ class Reward:
         )
 
 
-def _with_an_applying_part(outcomes: Sequence[Outcome], weights: Sequence[float]) -> list[Outcome]:
+def _with_an_applying_part(outcomes: Sequence[interface.Outcome], weights: Sequence[float]) -> list[interface.Outcome]:
     """Return a completion's outcomes; if no part with a weight applies, mark the first such part as failed: an empty
     sum is not a reward, and this catches a function without a return statement.
     """
     found = list(outcomes)
     weighted = [index for index, weight in enumerate(weights) if weight]
     if weighted and not any(isinstance(outcome := found[r], FailedScore) or outcome.applies for r in weighted):
-        text = f"returned None (does not apply), as did every other part with a weight; {SCORE_FORMS}"
+        text = f"returned None (does not apply), as did every other part with a weight; {interface.SCORE_FORMS}"
         found[weighted[0]] = FailedScore("bad_reply", text)
     return found
 
 
-def _environment_outcome(completion: Completion) -> Outcome:
+def _environment_outcome(completion: Completion) -> interface.Outcome:
     episode = completion.episode
     assert episode is not None, "a part of the reward is the environment's, and there was none"
-    return Score(episode.reward) if episode.failure is None else episode.failure
+    return interface.Score(episode.reward) if episode.failure is None else episode.failure
 
 
-def part_function(name: str, config: RewardConfig) -> RewardFunction:
+def part_function(name: str, config: RewardConfig) -> interface.RewardFunction:
     """Return the reward function of a part, with its settings from the config; a user-defined function is imported."""
     if name in RULES:
         return RULES[name](config)
     function: Any = load_extension("rl.reward.parts", LOADED_PARTS.get(name, name))
-    made: RewardFunction = function(config) if name in LOADED_PARTS else function
+    made: interface.RewardFunction = function(config) if name in LOADED_PARTS else function
     return made
 
 
-def _reasons(groups: Sequence[Group], names: Sequence[str], scores: Sequence[Score]) -> list[list[dict[str, str]]]:
+def _reasons(
+    groups: Sequence[Group], names: Sequence[str], scores: Sequence[interface.Score]
+) -> list[list[dict[str, str]]]:
     of_parts = iter(scores)
     return [
         [{name: score.reason for name in names if (score := next(of_parts)).reason} for _ in group.completions]
@@ -370,8 +365,8 @@ def _reasons(groups: Sequence[Group], names: Sequence[str], scores: Sequence[Sco
     ]
 
 
-def _reward_input(problem: Problem, completion: Completion) -> RewardInput:
-    return RewardInput(
+def _reward_input(problem: Problem, completion: Completion) -> interface.RewardInput:
+    return interface.RewardInput(
         prompt=problem.prompt,
         completion=completion.text,
         answer=problem.answer,

@@ -19,26 +19,10 @@ from mcore_rl.megatron.agree import from_first_of_model, on_every_rank
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.rl.engines.base import Engine, Sampling, asking, wake
+from mcore_rl.rl.rewards import score
 from mcore_rl.rl.rewards.interface import TextStep
-from mcore_rl.rl.rewards.score import (
-    FailedPart,
-    FailureReport,
-    Reward,
-    Scores,
-    first_of_each_kind,
-    refuse_failing_parts,
-)
+from mcore_rl.rl.rollouts import signal
 from mcore_rl.rl.rollouts.prompts import PromptSource, own_positions
-from mcore_rl.rl.rollouts.signal import (
-    cut_metrics,
-    episode_metrics,
-    episodes_reason,
-    group_metrics,
-    groups_to_train_on,
-    rollout_metrics,
-    signal_of,
-    truncation_reason,
-)
 from mcore_rl.rl.types import Completion, Group, GroupSummary, Prompt, Rollout, SampleShape, StepReward
 
 if TYPE_CHECKING:  # a run imports only what its config names
@@ -58,7 +42,7 @@ class _ReplicaScores:
     """Name, value and count of each metric."""
     num_failed: Counter[str] = field(default_factory=Counter)
     """Number of failed scores, by part."""
-    first_failures: list[FailedPart] = field(default_factory=list)
+    first_failures: list[score.FailedPart] = field(default_factory=list)
     """The first failure of each kind."""
 
 
@@ -72,9 +56,9 @@ class Rollouts:
     """Generates and scores groups. Every method is collective over the world."""
 
     engine: Engine
-    reward: Reward | None
+    reward: score.Reward | None
     """Reward functions, on the rank of each replica that runs them (`runs_rewards`); None on all other ranks."""
-    failures: FailureReport
+    failures: score.FailureReport
     """Report of failed scores; only rank 0 of the world adds to it."""
     prompts: PromptSource
     sampling: Sampling
@@ -127,13 +111,13 @@ class Rollouts:
             if rollout.dynamic_sampling:
                 if self.rl.samples_by_accuracy:
                     scores_PG = _accuracy_PG(summaries)
-                chosen = [summaries[index] for index in groups_to_train_on(scores_PG, num_groups)]
+                chosen = [summaries[index] for index in signal.groups_to_train_on(scores_PG, num_groups)]
         if rollout.dynamic_sampling:
             metrics.append(Metric("rollout/refills", num_refills))
             metrics.append(Metric("rollout/unused_groups", len(summaries) - len(chosen)))
         rewards_PG = rewards_of(chosen).view(len(chosen), rollout.group_size)
         if rollout.group_size > 1:
-            metrics += group_metrics(rewards_PG)
+            metrics += signal.group_metrics(rewards_PG)
         baseline_P = None
         if self.baseline is not None:
             baseline_P, measured = self.baseline(self, prompts)
@@ -171,7 +155,9 @@ class Rollouts:
             if self.rl.advantage.uses_parts
             else None,
             truncation_warning=self.truncation_warning(groups, summaries),
-            signal=signal_of(scores_PG, [is_correct for summary in summaries for is_correct in summary.correct_G]),
+            signal=signal.signal_of(
+                scores_PG, [is_correct for summary in summaries for is_correct in summary.correct_G]
+            ),
             baseline_P=baseline_P,
         )
 
@@ -180,8 +166,8 @@ class Rollouts:
         if not all(is_truncated for summary in summaries for is_truncated in summary.truncated_G):
             return None
         if self.conversations is not None:
-            return episodes_reason(groups.values(), self.sampling)
-        return truncation_reason(groups.values(), self.sampling, self.special_ids, self.engine.decode)
+            return signal.episodes_reason(groups.values(), self.sampling)
+        return signal.truncation_reason(groups.values(), self.sampling, self.special_ids, self.engine.decode)
 
     def generate_and_score(
         self,
@@ -279,9 +265,9 @@ class Rollouts:
             summaries = self._summaries(by_index, scores)
             metrics = [
                 *scores.metrics(),
-                *rollout_metrics(summaries, waited_s, generation_s),
-                *cut_metrics(groups, sampling.cut),
-                *([] if self.conversations is None else episode_metrics(groups, environment_s)),
+                *signal.rollout_metrics(summaries, waited_s, generation_s),
+                *signal.cut_metrics(groups, sampling.cut),
+                *([] if self.conversations is None else signal.episode_metrics(groups, environment_s)),
                 Metric("time/reward_s", scored_s - generated_s),
                 *teacher_metrics,
             ]
@@ -289,7 +275,7 @@ class Rollouts:
                 summaries=summaries,
                 metrics=[(metric.name, float(metric.value), float(metric.count)) for metric in metrics],
                 num_failed=Counter(failed.part for failed in scores.failures),
-                first_failures=list(first_of_each_kind(scores.failures)) if scores.failures else [],
+                first_failures=list(score.first_of_each_kind(scores.failures)) if scores.failures else [],
             )
         gathered = [local] * self.mesh.world.size
         dist.all_gather_object(gathered, local)
@@ -311,9 +297,9 @@ class Rollouts:
             num_failed += replica.num_failed
         for part in num_failed.keys() - self.rl.deciding_parts:
             del num_failed[part]
-        refuse_failing_parts(num_failed, num_completions, failures, self.rl.reward.max_failed_fraction)
+        score.refuse_failing_parts(num_failed, num_completions, failures, self.rl.reward.max_failed_fraction)
 
-    def _summaries(self, groups: dict[int, Group], scores: Scores) -> list[GroupSummary]:
+    def _summaries(self, groups: dict[int, Group], scores: score.Scores) -> list[GroupSummary]:
         correctness_PG = scores.correct_PG
         if correctness_PG is None:
             correctness_PG = torch.full_like(scores.rewards_PG, torch.nan)

@@ -17,15 +17,7 @@ from mcore_rl.megatron.schedule import MAX, Head, HeadOutput, ReadsDeferredLogit
 from mcore_rl.megatron.vocab import Logits
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.model.inputs import LocalMicrobatch
-from mcore_rl.rl.batch import (
-    Advantages,
-    BatchTotals,
-    LogprobHead,
-    Minibatch,
-    PolicyMicrobatch,
-    exchange_samples,
-    make_microbatch,
-)
+from mcore_rl.rl import batch
 from mcore_rl.rl.step.losses import LOG_RATIO_LIMIT, Objective, PolicyTokens, loss_weights, policy_loss
 from mcore_rl.rl.step.objective import RewardKl, estimator_of, policy_objective
 from mcore_rl.rl.step.policy_routes import PolicyLogprobs, PolicyRoutes, RefusedCompletionsError
@@ -52,7 +44,7 @@ class AddsTensor(Protocol):
     def needs_old_logprobs(self) -> bool:
         """Whether this part reads the first minibatch's old logprobs or routes outside that minibatch's only update."""
 
-    def add(self, rollout: Rollout, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
+    def add(self, rollout: Rollout, minibatches: Sequence[batch.Minibatch]) -> list[batch.Minibatch]:
         """Collective over the world: return the minibatches with an additional tensor."""
 
 
@@ -86,11 +78,11 @@ class PolicyHead(ReadsDeferredLogits):
 
     def __init__(
         self,
-        logprobs: LogprobHead,
+        logprobs: batch.LogprobHead,
         mesh: Mesh,
         objective: Objective,
         router_shift: Callable[[], Tensor] | None = None,
-        trace: Callable[[PolicyMicrobatch, Tensor], None] | None = None,
+        trace: Callable[[batch.PolicyMicrobatch, Tensor], None] | None = None,
     ) -> None:
         """Prepare the head. `router_shift` returns the ratio `[T]` of each next microbatch (None: 1); `trace` takes
         each microbatch with its logprobs `[T]`.
@@ -101,11 +93,11 @@ class PolicyHead(ReadsDeferredLogits):
         self._router_shift = router_shift
         self._trace = trace
 
-    def count(self, microbatch: PolicyMicrobatch) -> Tensor:
+    def count(self, microbatch: batch.PolicyMicrobatch) -> Tensor:
         """Return the number of trained tokens."""
         return microbatch.mask_T.sum().to(torch.int)
 
-    def __call__(self, microbatch: PolicyMicrobatch, output: Logits) -> HeadOutput:
+    def __call__(self, microbatch: batch.PolicyMicrobatch, output: Logits) -> HeadOutput:
         """Return the loss of one microbatch, with the sums and maxima of `update_statistics` as outputs."""
         assert microbatch.advantages_T is not None and microbatch.loss_weights_T is not None
         logprobs_T, entropy_T = self._logprobs.logprobs_and_entropy(microbatch, output, microbatch.inputs.rows_N)
@@ -174,7 +166,7 @@ class Learner:
         """Data-parallel rank of each dp_cp rank: a sample goes to all context-parallel ranks of its dp rank."""
         dist.all_gather_object(self._dp_ranks, mesh.dp.rank, group=mesh.dp_cp.group)
 
-    def minibatches(self, rollout: Rollout) -> list[Minibatch]:
+    def minibatches(self, rollout: Rollout) -> list[batch.Minibatch]:
         """Divide the rollout batch into minibatches, one an optimizer step, and fetch this rank's samples."""
         config, mesh, device = self.config, self.state.mesh, self.state.platform.device
         shapes = rollout.shapes
@@ -189,7 +181,7 @@ class Learner:
             self._limits,
         )
         wanted = [[index for plan in plans for index in plan.samples_of(rank)] for rank in self._dp_ranks]
-        samples = exchange_samples(
+        samples = batch.exchange_samples(
             rollout.samples(), shapes, wanted, mesh.dp_cp, device, teacher_width=config.rl.distill.served_width
         )
         minibatches = []
@@ -197,12 +189,12 @@ class Learner:
             indices = [index for rank in range(mesh.dp.size) for index in plan.samples_of(rank)]
             num_trained_N = torch.zeros(len(shapes), dtype=torch.int64)
             num_trained_N[indices] = torch.tensor([shapes[index].num_trained for index in indices], dtype=torch.int64)
-            totals = BatchTotals(int(num_trained_N.sum()), int((num_trained_N > 0).sum()))
+            totals = batch.BatchTotals(int(num_trained_N.sum()), int((num_trained_N > 0).sum()))
             lengths = [length for index in indices for length in shapes[index].segment_positions]
             minibatches.append(
-                Minibatch(
+                batch.Minibatch(
                     microbatches=[
-                        make_microbatch(samples, microbatch, self._limits, mesh.cp, device)
+                        batch.make_microbatch(samples, microbatch, self._limits, mesh.cp, device)
                         for microbatch in plan.microbatches[mesh.dp.rank]
                     ],
                     totals=totals,
@@ -214,7 +206,7 @@ class Learner:
             )
         return minibatches
 
-    def with_old_logprobs(self, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
+    def with_old_logprobs(self, minibatches: Sequence[batch.Minibatch]) -> list[batch.Minibatch]:
         """Return the minibatches with logprobs under the old policy, which is the current policy; the first stays
         on-policy, without them, if only its own update needs them. Raises RefusedCompletionsError on all ranks, if the
         engine's routes belong to other completions.
@@ -237,7 +229,7 @@ class Learner:
         self.routes.settle()
         return on_policy + passed
 
-    def prepared(self, rollout: Rollout) -> list[Minibatch]:
+    def prepared(self, rollout: Rollout) -> list[batch.Minibatch]:
         """Return the minibatches of a rollout batch, with the outputs of all passes without gradient."""
         self.held = None if self.parts.critic is None else self.parts.critic.holds_policy()
         minibatches = self.minibatches(rollout)
@@ -247,13 +239,13 @@ class Learner:
             minibatches = part.add(rollout, minibatches)
         return minibatches
 
-    def before_updates(self, minibatches: Sequence[Minibatch], advantages: Advantages) -> list[Metric]:
+    def before_updates(self, minibatches: Sequence[batch.Minibatch], advantages: batch.Advantages) -> list[Metric]:
         """Split the mismatch of the rollout and train the critic, where the config asks for them. Returns metrics."""
         splits, critic = self.parts.splits, self.parts.critic
         metrics = [] if splits is None else splits.before_updates(minibatches)
         return metrics + ([] if critic is None else critic.before_updates(minibatches, advantages))
 
-    def after_updates(self, minibatches: Sequence[Minibatch]) -> list[Metric]:
+    def after_updates(self, minibatches: Sequence[batch.Minibatch]) -> list[Metric]:
         """Split what updates moved, adapt the KL coefficient, refresh reference and teachers. Returns metrics."""
         parts, metrics = self.parts, []
         if parts.splits is not None:
@@ -269,7 +261,7 @@ class Learner:
         residence = self.state.residence
         return residence.for_updates() if residence.moves and not self.held else nullcontext()
 
-    def update(self, minibatch: Minibatch, advantages: Advantages) -> StepReport | None:
+    def update(self, minibatch: batch.Minibatch, advantages: batch.Advantages) -> StepReport | None:
         """Take one optimizer step on `minibatch`. Returns None if the policy is held, or there is no token to train on:
         the step is counted and changes nothing.
 
@@ -298,7 +290,7 @@ class Learner:
             None if minibatch.is_on_policy else self.routes.next_router_shift,
             None if self.routes.trace is None else self.routes.trace.add_update,
         )
-        mixed: Sequence[PolicyMicrobatch | LocalMicrobatch] = microbatches
+        mixed: Sequence[batch.PolicyMicrobatch | LocalMicrobatch] = microbatches
         if parts.texts is not None:
             head, mixed = parts.texts.in_update(head, mixed, minibatch.totals.num_tokens)
         with self.optimizer_state_on_device():
@@ -328,7 +320,7 @@ class Learner:
             and not (self.parts.critic is not None and self.routes.judges_updates)
         )
 
-    def _loss_weights(self, num_trained_N: Tensor, totals: BatchTotals) -> Tensor:
+    def _loss_weights(self, num_trained_N: Tensor, totals: batch.BatchTotals) -> Tensor:
         if not totals.num_tokens:
             return torch.zeros(len(num_trained_N), dtype=torch.float64)
         loss = self.config.rl.loss
@@ -338,7 +330,7 @@ class Learner:
 
 def policy_logprobs(state: TrainState, rl: RlConfig, vocab_size: int) -> PolicyLogprobs:
     """Return the pass over the policy's modules; ids from `vocab_size` on have no probability, as in the rollout."""
-    head = LogprobHead(
+    head = batch.LogprobHead(
         state.mesh, vocab_size, temperature=rl.rollout.temperature, chunk_tokens=rl.loss.logprob_chunk_tokens
     )
     return PolicyLogprobs(state.chunks, head, is_moe=state.config.model.is_moe)

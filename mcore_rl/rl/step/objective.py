@@ -10,64 +10,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mcore_rl.config.extension import load_extension
-from mcore_rl.config.rl.loss import (
-    AnyAdvantage,
-    AnyLoss,
-    CispoLoss,
-    Corrected,
-    DecoupledAdvantage,
-    DiscountedAdvantage,
-    DistillConfig,
-    DividedAdvantage,
-    DppoTvLoss,
-    GaeAdvantage,
-    GrpoLoss,
-    GspoLoss,
-    GspoTokenLoss,
-    KimiK2Loss,
-    OwnAdvantage,
-    OwnLoss,
-    PpoLoss,
-    RspoLoss,
-    SapoLoss,
-    ZscoreAdvantage,
-)
+from mcore_rl.config.rl import loss as sections
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.mesh import Axis, Mesh
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.rl.batch import Advantages, Minibatch, PolicyMicrobatch, at_positions, samples_of
-from mcore_rl.rl.step.advantages import (
-    Estimate,
-    above_baseline,
-    above_group_mean,
-    decoupled_advantages,
-    generalized_advantages,
-    group_advantages,
-    group_centered,
-    group_zscore,
-    kl_penalised_advantages,
-    leave_one_out,
-    leave_one_out_zscore,
-    length_adaptive_lambda,
-    step_advantages,
-    token_rewards,
-    whitened,
-    world_moments,
-)
-from mcore_rl.rl.step.losses import (
-    KlTerm,
-    Objective,
-    PolicyTokens,
-    TokenLoss,
-    TokenObjective,
-    cispo,
-    dppo_tv,
-    grpo,
-    gspo_token,
-    kimi_k2,
-    rspo,
-    sapo,
-)
+from mcore_rl.rl.step import advantages, losses
 from mcore_rl.rl.types import Rollout, SampleShape
 
 
@@ -85,65 +33,65 @@ class RewardKl(Protocol):
         """Collective over the world: return the KL summed over each completion, float64 `[N]`."""
 
 
-def policy_objective(loss: AnyLoss, distill: DistillConfig | None = None) -> Objective:
+def policy_objective(loss: sections.AnyLoss, distill: sections.DistillConfig | None = None) -> losses.Objective:
     """Return the terms of the policy's loss; without `distill` it has no teacher term."""
     has_kl = loss.kl_coeff and loss.kl_in == "loss"
     has_teacher = distill is not None and distill.use == "loss"
-    return Objective(
+    return losses.Objective(
         token_loss=_token_loss(loss),
         shift_floor=loss.shift_floor,
         correction=loss.correction,
-        off_policy_mask=loss.off_policy_mask if isinstance(loss, Corrected) else None,
-        kl=KlTerm(loss.kl_to, loss.kl_coeff, loss.kl_estimator, loss.kl_gradient) if has_kl else None,
+        off_policy_mask=loss.off_policy_mask if isinstance(loss, sections.Corrected) else None,
+        kl=losses.KlTerm(loss.kl_to, loss.kl_coeff, loss.kl_estimator, loss.kl_gradient) if has_kl else None,
         teacher_coeff=distill.reverse_coeff if distill is not None and has_teacher else None,
         forward_coeff=0.0 if distill is None else distill.coeff * distill.forward_weight,
         entropy_coeff=loss.entropy_coeff,
     )
 
 
-def _token_loss(loss: AnyLoss) -> TokenObjective:
+def _token_loss(loss: sections.AnyLoss) -> losses.TokenObjective:
     match loss:
-        case GrpoLoss() | PpoLoss():
-            return partial(grpo, clip=loss.clip, dual_clip=loss.dual_clip, shift_floor=loss.shift_floor)
-        case GspoLoss() | GspoTokenLoss():
-            return partial(gspo_token, clip=loss.clip, dual_clip=loss.dual_clip, shift_floor=loss.shift_floor)
-        case RspoLoss():
-            return partial(rspo, clip=loss.clip, shift_floor=loss.shift_floor)
-        case KimiK2Loss():
-            return partial(kimi_k2, tau=loss.tau)
-        case CispoLoss():
-            return partial(cispo, clip=loss.clip)
-        case DppoTvLoss():
-            return partial(dppo_tv, clip=loss.clip, ratio_limit=loss.ratio_limit)
-        case SapoLoss():
-            return partial(sapo, tau_positive=loss.tau_positive, tau_negative=loss.tau_negative)
-        case OwnLoss():
+        case sections.GrpoLoss() | sections.PpoLoss():
+            return partial(losses.grpo, clip=loss.clip, dual_clip=loss.dual_clip, shift_floor=loss.shift_floor)
+        case sections.GspoLoss() | sections.GspoTokenLoss():
+            return partial(losses.gspo_token, clip=loss.clip, dual_clip=loss.dual_clip, shift_floor=loss.shift_floor)
+        case sections.RspoLoss():
+            return partial(losses.rspo, clip=loss.clip, shift_floor=loss.shift_floor)
+        case sections.KimiK2Loss():
+            return partial(losses.kimi_k2, tau=loss.tau)
+        case sections.CispoLoss():
+            return partial(losses.cispo, clip=loss.clip)
+        case sections.DppoTvLoss():
+            return partial(losses.dppo_tv, clip=loss.clip, ratio_limit=loss.ratio_limit)
+        case sections.SapoLoss():
+            return partial(losses.sapo, tau_positive=loss.tau_positive, tau_negative=loss.tau_negative)
+        case sections.OwnLoss():
             own = load_extension("rl.loss.kind", loss.kind)
 
-            def of_section(tokens: PolicyTokens, cp: Axis) -> TokenLoss:
-                found: TokenLoss = own(tokens, loss, cp)
+            def of_section(tokens: losses.PolicyTokens, cp: Axis) -> losses.TokenLoss:
+                found: losses.TokenLoss = own(tokens, loss, cp)
                 return found
 
             return of_section
 
 
-def group_estimate(advantage: AnyAdvantage) -> Estimate:
+def group_estimate(advantage: sections.AnyAdvantage) -> advantages.Estimate:
     """Return the function from rewards `[P, G]`, and for a user's function their parts, to advantages."""
-    if isinstance(advantage, OwnAdvantage):
+    if isinstance(advantage, sections.OwnAdvantage):
         return partial(_own_advantages, advantage)
-    if isinstance(advantage, ZscoreAdvantage):
-        estimates = {"zscore": group_zscore, "leave_one_out_zscore": leave_one_out_zscore}
+    if isinstance(advantage, sections.ZscoreAdvantage):
+        estimates = {"zscore": advantages.group_zscore, "leave_one_out_zscore": advantages.leave_one_out_zscore}
         return partial(estimates[advantage.kind], ddof=advantage.ddof, eps=advantage.eps)
-    plain: dict[str, Estimate] = {
-        "mean": group_centered,
-        "leave_one_out": leave_one_out,
+    plain: dict[str, advantages.Estimate] = {
+        "mean": advantages.group_centered,
+        "leave_one_out": advantages.leave_one_out,
         "zero": torch.zeros_like,
         "remax": torch.zeros_like,  # compared with a baseline, not within the group
     }
     return plain[advantage.kind]
 
 
-def _own_advantages(advantage: OwnAdvantage, rewards_PG: Tensor, parts_PGK: Tensor) -> Tensor:
+def _own_advantages(advantage: sections.OwnAdvantage, rewards_PG: Tensor, parts_PGK: Tensor) -> Tensor:
     advantages_PG: Tensor = load_extension("rl.advantage.kind", advantage.kind)(rewards_PG, advantage, parts_PGK)
     if advantages_PG.shape != rewards_PG.shape:
         raise ConfigError(
@@ -154,7 +102,7 @@ def _own_advantages(advantage: OwnAdvantage, rewards_PG: Tensor, parts_PGK: Tens
 
 
 def token_advantages(
-    advantage: DiscountedAdvantage,
+    advantage: sections.DiscountedAdvantage,
     kl: RewardKl | None,
     rollout: Rollout,
     minibatches: Sequence[Minibatch],
@@ -166,7 +114,7 @@ def token_advantages(
     without each prompt's mean reward as the baseline. On the last stage `minibatches` have old and reference logprobs
     if `kl` is given, which is subtracted from rewards, and values if there is a critic.
     """
-    gae = advantage if isinstance(advantage, GaeAdvantage) else None
+    gae = advantage if isinstance(advantage, sections.GaeAdvantage) else None
     has_kl, has_critic = kl is not None, gae is not None
 
     def numbers(microbatch: PolicyMicrobatch) -> list[Tensor]:
@@ -190,8 +138,8 @@ def token_advantages(
     uses_steps = advantage.uses_steps
     rewards_PG = rollout.rewards_PG
     if advantage.kind == "reinforce_plus_plus_baseline":
-        rewards_PG = above_group_mean(rewards_PG)
-    rewards_NC = token_rewards(
+        rewards_PG = advantages.above_group_mean(rewards_PG)
+    rewards_NC = advantages.token_rewards(
         rewards_PG.flatten()[samples],
         kl_NC,
         lengths_N,
@@ -209,10 +157,10 @@ def token_advantages(
     def estimated(lambda_: float | str) -> Tensor:
         if isinstance(lambda_, str):
             assert gae is not None
-            lambda_N = length_adaptive_lambda(lengths_N, gae.length_alpha)
+            lambda_N = advantages.length_adaptive_lambda(lengths_N, gae.length_alpha)
         else:
             lambda_N = torch.full((len(samples),), lambda_, dtype=torch.float64)
-        return generalized_advantages(
+        return advantages.generalized_advantages(
             rewards_NC, values_NC, lengths_N, gamma=advantage.gamma, lambda_N=lambda_N, ends_N=ends_N
         )
 
@@ -223,19 +171,19 @@ def token_advantages(
     # Without values, an advantage with lambda 1 is the return-to-go.
     advantages_NC = estimated(1.0 if gae is None else gae.gae_lambda)
     # All ranks of a model replica have the same numbers; only data-parallel ranks differ.
-    moments = world_moments(advantages_NC[is_token_NC].to(device), mesh.dp)
+    moments = advantages.world_moments(advantages_NC[is_token_NC].to(device), mesh.dp)
     policy_NC = advantages_NC
     if gae is None or gae.whiten:
-        policy_NC = whitened(advantages_NC, lengths_N, moments, ddof=advantage.ddof, eps=advantage.eps)
+        policy_NC = advantages.whitened(advantages_NC, lengths_N, moments, ddof=advantage.ddof, eps=advantage.eps)
     if gae is None:
         return Advantages(of_samples=by_sample(policy_NC))
     critic_lambda = gae.critic.gae_lambda
     if critic_lambda == "auto":
         critic_lambda = 1.0 if gae.gae_lambda == "length" else gae.gae_lambda
     returns_NC = values_NC + estimated(critic_lambda)
-    values = world_moments(values_NC[is_token_NC].to(device), mesh.dp)
-    returns = world_moments(returns_NC[is_token_NC].to(device), mesh.dp)
-    errors = world_moments((returns_NC - values_NC)[is_token_NC].to(device), mesh.dp)
+    values = advantages.world_moments(values_NC[is_token_NC].to(device), mesh.dp)
+    returns = advantages.world_moments(returns_NC[is_token_NC].to(device), mesh.dp)
+    errors = advantages.world_moments((returns_NC - values_NC)[is_token_NC].to(device), mesh.dp)
     metrics = [
         Metric("values/mean", values.mean),
         Metric("values/returns_mean", returns.mean),
@@ -298,45 +246,53 @@ world."""
 
 
 def estimator_of(
-    advantage: AnyAdvantage, kl: RewardKl | None, mesh: Mesh, device: torch.device, *, part_weights: Sequence[float]
+    advantage: sections.AnyAdvantage,
+    kl: RewardKl | None,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    part_weights: Sequence[float],
 ) -> Estimator:
     """Return the estimator for `rl.advantage`; `kl` is the KL penalty on rewards, None without a penalty.
     `part_weights` are the weights of `Rollout.parts_PGK`.
     """
-    if isinstance(advantage, DiscountedAdvantage):
+    if isinstance(advantage, sections.DiscountedAdvantage):
         return partial(token_advantages, advantage, kl, mesh=mesh, device=device)
-    if isinstance(advantage, DividedAdvantage) and advantage.kind == "steps":
+    if isinstance(advantage, sections.DividedAdvantage) and advantage.kind == "steps":
         return partial(_of_steps, advantage)
-    if isinstance(advantage, DecoupledAdvantage):
+    if isinstance(advantage, sections.DecoupledAdvantage):
         return partial(_of_parts, advantage, part_weights)
     spares = advantage.kind == "leave_one_out_zscore"
     return partial(_of_completions, group_estimate(advantage), kl, spares_equal_others=spares)
 
 
-def _of_steps(advantage: DividedAdvantage, rollout: Rollout, minibatches: Sequence[Minibatch]) -> Advantages:
+def _of_steps(advantage: sections.DividedAdvantage, rollout: Rollout, minibatches: Sequence[Minibatch]) -> Advantages:
     group_size = rollout.rewards_PG.shape[1]
     by_sample = {}
     for p in sorted({index // group_size for index in samples_of(minibatches)}):
         shapes = [rollout.shapes[p * group_size + g] for g in range(group_size)]
         lengths = [shape.num_sampled for shape in shapes]
-        tokens_GC = step_advantages(rollout.steps_PGI[p], lengths, ddof=advantage.ddof, eps=advantage.eps)
+        tokens_GC = advantages.step_advantages(rollout.steps_PGI[p], lengths, ddof=advantage.ddof, eps=advantage.eps)
         for g, (shape, tokens_C) in enumerate(zip(shapes, tokens_GC, strict=True)):
             by_sample[p * group_size + g] = at_positions(tokens_C, shape)
     return Advantages(of_samples=by_sample)
 
 
 def _of_parts(
-    advantage: DecoupledAdvantage, weights_K: Sequence[float], rollout: Rollout, minibatches: Sequence[Minibatch]
+    advantage: sections.DecoupledAdvantage,
+    weights_K: Sequence[float],
+    rollout: Rollout,
+    minibatches: Sequence[Minibatch],
 ) -> Advantages:
     assert rollout.parts_PGK is not None
-    advantages_PG = decoupled_advantages(
+    advantages_PG = advantages.decoupled_advantages(
         rollout.rewards_PG, rollout.parts_PGK, weights_K, ddof=advantage.ddof, eps=advantage.eps
     )
     return _of_whole(advantages_PG, rollout, minibatches)
 
 
 def _of_completions(
-    estimate: Estimate,
+    estimate: advantages.Estimate,
     kl: RewardKl | None,
     rollout: Rollout,
     minibatches: Sequence[Minibatch],
@@ -348,13 +304,13 @@ def _of_completions(
     coeff = 0.0 if kl is None else kl.coeff
     if rollout.baseline_P is not None:
         penalised_PG = rewards_PG if kl_PG is None else rewards_PG - coeff * kl_PG
-        advantages_PG = above_baseline(penalised_PG, rollout.baseline_P)
+        advantages_PG = advantages.above_baseline(penalised_PG, rollout.baseline_P)
     elif kl_PG is not None:
-        advantages_PG = kl_penalised_advantages(
+        advantages_PG = advantages.kl_penalised_advantages(
             rewards_PG, kl_PG, estimate, coeff=coeff, spares_equal_others=spares_equal_others, parts_PGK=parts_PGK
         )
     else:
-        advantages_PG = group_advantages(rewards_PG, estimate, parts_PGK)
+        advantages_PG = advantages.group_advantages(rewards_PG, estimate, parts_PGK)
     return _of_whole(advantages_PG, rollout, minibatches)
 
 

@@ -24,40 +24,12 @@ from mcore_rl.errors import CheckpointError, DamagedCheckpointError
 from mcore_rl.families.same_model import model_changes
 from mcore_rl.megatron.agree import on_every_rank, on_rank_zero
 from mcore_rl.megatron.mesh import Mesh
-from mcore_rl.storage import foreign
-from mcore_rl.storage.archives import (
-    UNREADABLE,
-    FilePart,
-    FileRange,
-    check_descriptions,
-    check_identity,
-    check_part,
-    file_sizes,
-)
-from mcore_rl.storage.checkpoint import (
-    ADAPTER,
-    COMMON,
-    CRITIC,
-    EXTRA_STATE,
-    FORMAT_FILE,
-    HYBRID_NORM,
-    MARKER,
-    OPTIMIZER,
-    OWN_ENTRY,
-    SCORE_WEIGHT,
-    Marker,
-    base_of,
-    check,
-    find_checkpoint,
-    held_by_base,
-    megatron_version,
-    others,
-)
+from mcore_rl.storage import archives, checkpoint, foreign
 from mcore_rl.storage.megatron_lm import args_changes, read_args
 
 MAX_LISTED = 3
 """Most differences that a message lists."""
-MALFORMED = (*UNREADABLE, LookupError, ImportError, CheckpointingException)
+MALFORMED = (*archives.UNREADABLE, LookupError, ImportError, CheckpointingException)
 """Exceptions that torch and Megatron raise on damaged or foreign files."""
 
 
@@ -66,13 +38,13 @@ class StoredCheckpoint:
     """Contents of a checkpoint; all its files exist in full length."""
 
     path: Path
-    marker: Marker | None
+    marker: checkpoint.Marker | None
     """None: Megatron-LM wrote the checkpoint."""
     shapes: dict[str, tuple[int, ...]]
     """Global shape of each tensor, by key."""
     objects: frozenset[str]
     """Keys of the objects that are no tensors."""
-    parts: Mapping[str, Sequence[FileRange]]
+    parts: Mapping[str, Sequence[archives.FileRange]]
     """Parts of each tensor and object, by key."""
     args: Mapping[str, Any]
     """Arguments of Megatron-LM's command line in its checkpoints; empty where there is a marker."""
@@ -84,22 +56,22 @@ class StoredCheckpoint:
     @property
     def has_critic(self) -> bool:
         """Whether a critic was trained with the model."""
-        return any(name.startswith(CRITIC) for name in self.shapes)
+        return any(name.startswith(checkpoint.CRITIC) for name in self.shapes)
 
     @property
     def has_optimizer(self) -> bool:
         """Whether training can resume from it with its optimizer state."""
-        return self.marker is not None and any(name.startswith(OPTIMIZER) for name in self.shapes)
+        return self.marker is not None and any(name.startswith(checkpoint.OPTIMIZER) for name in self.shapes)
 
     @property
     def has_scores(self) -> bool:
         """Whether its model has a scalar head, as reward models and critics have, and no logits."""
-        return SCORE_WEIGHT in self.shapes
+        return checkpoint.SCORE_WEIGHT in self.shapes
 
     @property
     def has_adapters(self) -> bool:
         """Whether its model has low-rank adapters."""
-        return any(ADAPTER in name for name in self.shapes)
+        return any(checkpoint.ADAPTER in name for name in self.shapes)
 
 
 def inspect(path: Path, *, verify_checksums: bool = True) -> StoredCheckpoint:
@@ -160,7 +132,7 @@ def _loaded(state: dict[str, Any], stored: StoredCheckpoint, mesh: Mesh) -> dict
             loaded: dict[str, Any] = dist_checkpointing.load(state, str(stored.path), strategy)
     except (CheckpointException, *MALFORMED) as error:
         raise DamagedCheckpointError(
-            f"{stored.path} cannot be read: {_reason(error)}. {others(stored.path)}"
+            f"{stored.path} cannot be read: {_reason(error)}. {checkpoint.others(stored.path)}"
         ) from error
     return loaded
 
@@ -184,27 +156,27 @@ def _of_base(path: Path) -> Iterator[None]:
 
 
 def _inspect(path: Path, verify_checksums: bool) -> StoredCheckpoint:
-    path = find_checkpoint(path)
-    is_megatron_lm = not (path / MARKER).exists() and (path / FORMAT_FILE).is_file()
-    marker = None if is_megatron_lm else check(path)
+    path = checkpoint.find_checkpoint(path)
+    is_megatron_lm = not (path / checkpoint.MARKER).exists() and (path / checkpoint.FORMAT_FILE).is_file()
+    marker = None if is_megatron_lm else checkpoint.check(path)
     if marker is not None:
-        check_descriptions(path, marker)
+        archives.check_descriptions(path, marker)
     metadata = foreign.load_metadata(path)
-    if (path / COMMON).is_file():
-        foreign.refuse_programs((path / COMMON).read_bytes(), str(path / COMMON))
+    if (path / checkpoint.COMMON).is_file():
+        foreign.refuse_programs((path / checkpoint.COMMON).read_bytes(), str(path / checkpoint.COMMON))
     if is_megatron_lm:
-        file_sizes(path, (metadata.storage_data or {}).values())
+        archives.file_sizes(path, (metadata.storage_data or {}).values())
         _check_origin(path)
     entries = metadata.state_dict_metadata
     tensors = {name: entry for name, entry in entries.items() if isinstance(entry, foreign.StoredTensor)}
     shapes = {name: tuple(entry.size) for name, entry in tensors.items()}
     objects = frozenset(entries.keys() - tensors.keys())
     with _of_base(path):
-        base_path = None if marker is None else base_of(path, marker)
+        base_path = None if marker is None else checkpoint.base_of(path, marker)
         base = None if base_path is None else _inspect(base_path, verify_checksums)
     if base is not None:
-        shapes |= {key: base.shapes[key] for key in held_by_base(base.shapes, shapes)}
-        objects |= {key for key in held_by_base(base.objects, objects) if EXTRA_STATE in key}
+        shapes |= {key: base.shapes[key] for key in checkpoint.held_by_base(base.shapes, shapes)}
+        objects |= {key for key in checkpoint.held_by_base(base.objects, objects) if checkpoint.EXTRA_STATE in key}
     return StoredCheckpoint(
         path=path,
         marker=marker,
@@ -217,12 +189,12 @@ def _inspect(path: Path, verify_checksums: bool) -> StoredCheckpoint:
     )
 
 
-def _parts(metadata: foreign.StoredMetadata) -> dict[str, list[FileRange]]:
+def _parts(metadata: foreign.StoredMetadata) -> dict[str, list[archives.FileRange]]:
     """Return the parts of each key, but for compressed parts, which torch checks by itself."""
-    found: dict[str, list[FileRange]] = {}
+    found: dict[str, list[archives.FileRange]] = {}
     for index, info in (metadata.storage_data or {}).items():
         if not getattr(info, "transform_descriptors", None):
-            found.setdefault(index.fqn, []).append(FileRange(info.relative_path, info.offset, info.length))
+            found.setdefault(index.fqn, []).append(archives.FileRange(info.relative_path, info.offset, info.length))
     return found
 
 
@@ -230,30 +202,30 @@ def _check_objects(stored: StoredCheckpoint, wanted: dict[str, Any]) -> None:
     keys = {leaf.unique_key for leaf in nested_values(wanted) if isinstance(leaf, ShardedObject)}
     for key in sorted(keys):
         for part in stored.parts.get(key, ()):
-            check_part(stored.path, key, part)
+            archives.check_part(stored.path, key, part)
             with (stored.path / part.file).open("rb") as file:
-                data = FilePart(file.fileno(), part.start, part.length)
+                data = archives.FilePart(file.fileno(), part.start, part.length)
                 foreign.refuse_programs(data, f"{key} in {stored.path / part.file}")
 
 
 def _check_files(stored: StoredCheckpoint, keys: Collection[str]) -> None:
     if stored.marker is None:
         return
-    archives: dict[str, list[FileRange]] = {}
+    ranges: dict[str, list[archives.FileRange]] = {}
     for parts in stored.parts.values():
         for part in parts:
-            archives.setdefault(part.file, []).append(part)
+            ranges.setdefault(part.file, []).append(part)
     # The same order on all ranks, dealt out in turn, as the parts below.
     needed = sorted({part.file for key in keys for part in stored.parts.get(key, ())})
     for name in needed[dist.get_rank() :: dist.get_world_size()]:
-        check_identity(stored.path, stored.marker, name, archives[name])
+        archives.check_identity(stored.path, stored.marker, name, ranges[name])
 
 
 def _check_tensors(stored: StoredCheckpoint, keys: Collection[str]) -> None:
     # The same order on all ranks, dealt out in turn: each part is read by one rank.
     every = sorted((part, key) for key in keys for part in stored.parts.get(key, ()))
     for part, key in every[dist.get_rank() :: dist.get_world_size()]:
-        check_part(stored.path, key, part)
+        archives.check_part(stored.path, key, part)
 
 
 @contextmanager
@@ -272,10 +244,10 @@ def _check_origin(path: Path) -> None:
     except (CheckpointException, *MALFORMED) as error:
         raise CheckpointError(
             f"{path}: what is common to all ranks cannot be read ({_reason(error)}): it is damaged, or of another "
-            f"version of Megatron-Core than {megatron_version()}. {others(path)}"
+            f"version of Megatron-Core than {checkpoint.megatron_version()}. {checkpoint.others(path)}"
         ) from error
-    if OWN_ENTRY in common:
-        check(path)
+    if checkpoint.OWN_ENTRY in common:
+        checkpoint.check(path)
 
 
 def _compare(stored: StoredCheckpoint, wanted: dict[str, Any], model: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -288,7 +260,7 @@ def _compare(stored: StoredCheckpoint, wanted: dict[str, Any], model: ModelConfi
     if not problems:
         return all_shapes
     absent = [name for name in sorted(all_shapes) if name not in stored.shapes]
-    of_optimizer = [name for name in absent if name.removeprefix(CRITIC).startswith(OPTIMIZER)]
+    of_optimizer = [name for name in absent if name.removeprefix(checkpoint.CRITIC).startswith(checkpoint.OPTIMIZER)]
     if stored.has_optimizer and len(of_optimizer) == len(problems):
         raise CheckpointError(
             f"{stored.path} lacks {of_optimizer[0]}: its run had another optimizer for this weight, or none. Set "
@@ -298,18 +270,18 @@ def _compare(stored: StoredCheckpoint, wanted: dict[str, Any], model: ModelConfi
     shown = "; ".join(problems[:MAX_LISTED]) + (
         f"; and {len(problems) - MAX_LISTED} more" if len(problems) > MAX_LISTED else ""
     )
-    if stored.has_scores and SCORE_WEIGHT not in all_shapes:
+    if stored.has_scores and checkpoint.SCORE_WEIGHT not in all_shapes:
         raise CheckpointError(
             f"{stored.path} is of a reward model or a critic, whose scores are no logits: a language model cannot "
             "start from it. Name the checkpoint that it was trained from"
         )
-    if stored.has_adapters and not any(ADAPTER in name for name in all_shapes):
+    if stored.has_adapters and not any(checkpoint.ADAPTER in name for name in all_shapes):
         raise CheckpointError(
             f"{stored.path} has low-rank adapters, and this model has none: it would compute something else. Set the "
             "section `lora` as in its run, or add them to the weights, with `mcore-rl convert export --merge`, and "
             "import the result"
         )
-    if HYBRID_NORM in stored.shapes:
+    if checkpoint.HYBRID_NORM in stored.shapes:
         raise CheckpointError(
             f"{stored.path} has the layers of Megatron's HybridModel, in which attention and MLP of a layer are two "
             "layers, and training reads those of GPTModel. Convert it with `mcore-rl convert relayout`, which needs "
@@ -343,7 +315,7 @@ def _problems(stored: StoredCheckpoint, wanted: Mapping[str, tuple[int, ...]]) -
         elif there != shape:
             yield f"{name} is {there} there, {shape} here"
     for name, shape in sorted(stored.shapes.items()):
-        if name not in wanted and not name.startswith((OPTIMIZER, CRITIC)):
+        if name not in wanted and not name.startswith((checkpoint.OPTIMIZER, checkpoint.CRITIC)):
             yield f"{name} {shape} is not in this model"
 
 

@@ -37,23 +37,8 @@ from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.patches.gpu_packages import writer_choice
 from mcore_rl.metrics.attempts_file import NUMERICS
 from mcore_rl.model.build import unwrap
+from mcore_rl.storage import checkpoint
 from mcore_rl.storage.archives import FileRange, recorded_crc32
-from mcore_rl.storage.checkpoint import (
-    ADAPTER,
-    COMMON,
-    EXTRA_STATE,
-    FORMAT_FILE,
-    LOGIT_PARTS,
-    METADATA,
-    SCORE_SHIFT,
-    SCORE_WEIGHT,
-    WRITING,
-    Marker,
-    megatron_version,
-    path_of_step,
-    publish,
-    write_marker,
-)
 from mcore_rl.storage.checkpoints.read import StoredCheckpoint, inspect, read
 from mcore_rl.storage.checksums import crc32_of
 from mcore_rl.storage.files import checkpoint_errors_explained, flush_to_disk, room_at
@@ -100,10 +85,10 @@ class SavePlan:
                 results += _write_bucket(transforms, bucket, self.path)
             if self.common is not None:
                 # To an open file: given a path, torch would put the file's name into the archive.
-                with (self.path / COMMON).open("wb") as file:
+                with (self.path / checkpoint.COMMON).open("wb") as file:
                     torch.save(self.common, file)
-                flush_to_disk(self.path / COMMON)
-                names.append(COMMON)
+                flush_to_disk(self.path / checkpoint.COMMON)
+                names.append(checkpoint.COMMON)
             archives: dict[str, list[FileRange]] = {}
             for result in results:
                 stored = result.storage_data
@@ -156,7 +141,7 @@ def finish(
     settings: Mapping[str, Any] | None = None,
     inputs: Mapping[str, dict[str, str]] | None = None,
     base: Mapping[str, str] | None = None,
-) -> Marker | None:
+) -> checkpoint.Marker | None:
     """Collective over the world: rank 0 adds metadata and, last, the marker to the files of all ranks.
 
     `program`, `settings`, `inputs` and `base` are the marker's.
@@ -190,23 +175,23 @@ def _finish(
     settings: dict[str, Any],
     inputs: dict[str, dict[str, str]],
     base: dict[str, str],
-) -> Marker:
+) -> checkpoint.Marker:
     assert plan.metadata is not None
     with checkpoint_errors_explained(plan.path, "finishing"):
         plan.writer.finish(plan.metadata, [written.results for written in gathered])
         save_config(FORMAT, str(plan.path))
         files = {name: size for written in gathered for name, size in written.files.items()}
         crc32 = {name: crc for written in gathered for name, crc in written.crc32.items()}
-        for name in (METADATA, FORMAT_FILE):
+        for name in (checkpoint.METADATA, checkpoint.FORMAT_FILE):
             files[name] = (plan.path / name).stat().st_size
             crc32[name] = crc32_of(plan.path / name)
-        marker = Marker(
+        marker = checkpoint.Marker(
             step=step,
             time=datetime.now(UTC).isoformat(timespec="seconds"),
             world_size=mesh.world.size,
             mesh=describe_mesh(mesh),
             model=model.model_dump(mode="json"),
-            megatron=megatron_version(),
+            megatron=checkpoint.megatron_version(),
             files=dict(sorted(files.items())),
             crc32=dict(sorted(crc32.items())),
             program=program,
@@ -217,7 +202,7 @@ def _finish(
         )
         # The names of all files before the marker: a crash must not leave a marker of files that are not there.
         flush_to_disk(plan.path)
-        write_marker(plan.path, marker)
+        checkpoint.write_marker(plan.path, marker)
     return marker
 
 
@@ -272,7 +257,7 @@ def trained_weights(weights: dict[str, Any]) -> dict[str, Any]:
     """Return the part of a `weights_state` that a checkpoint of adapters has: adapters, and a scalar head."""
 
     def is_trained(leaf: Any) -> bool:
-        return ADAPTER in leaf.key or leaf.key in (SCORE_WEIGHT, SCORE_SHIFT)
+        return checkpoint.ADAPTER in leaf.key or leaf.key in (checkpoint.SCORE_WEIGHT, checkpoint.SCORE_SHIFT)
 
     found: dict[str, Any] = extract_matching_values(weights, is_trained)[0]
     return found
@@ -282,7 +267,7 @@ def without_absent_extras(state: dict[str, Any], stored: StoredCheckpoint) -> di
     """Return `state` without the extra states that the checkpoint lacks: other layers may have written it."""
 
     def is_there(leaf: Any) -> bool:
-        extra = isinstance(leaf, ShardedObject) and EXTRA_STATE in leaf.key
+        extra = isinstance(leaf, ShardedObject) and checkpoint.EXTRA_STATE in leaf.key
         return not extra or leaf.unique_key in stored.objects
 
     present: dict[str, Any] = extract_matching_values(state, is_there)[0]
@@ -294,7 +279,7 @@ def put_weights(chunks: Sequence[nn.Module], loaded: dict[str, Any]) -> None:
     """Copy into the chunks what `read` returned for `weights_state`."""
     for name, chunk in zip(_names(chunks), chunks, strict=True):
         missing, unexpected = unwrap(chunk).load_state_dict(loaded[name], strict=False)
-        left = [key for key in (*missing, *unexpected) if EXTRA_STATE not in key]
+        left = [key for key in (*missing, *unexpected) if checkpoint.EXTRA_STATE not in key]
         assert not left, f"names were compared before, yet {left} are missing or unexpected"
 
 
@@ -310,7 +295,7 @@ def save_weights(
     If `base`, the marker's entry, is given, the checkpoint has only low-rank adapters and a scalar head.
     CheckpointError on all ranks when it cannot be written, or is there already.
     """
-    final, writing = path_of_step(folder, 0), folder / f"{WRITING}weights"
+    final, writing = checkpoint.path_of_step(folder, 0), folder / f"{checkpoint.WRITING}weights"
     on_rank_zero(partial(_make_room, final, writing))
     weights = weights_state(chunks, mesh)
     state = (trained_weights(weights) if base else weights) | common_state(
@@ -321,7 +306,7 @@ def save_weights(
 
     def give_name() -> None:
         with checkpoint_errors_explained(final, "naming"):
-            publish(writing, final)
+            checkpoint.publish(writing, final)
 
     on_rank_zero(give_name)
     return final
@@ -353,14 +338,14 @@ def load_weights(
     state = without_absent_extras(weights_state(chunks, mesh), stored)
     is_new_head = model.head == "score" and not stored.has_scores
     if is_new_head:
-        layers = {name: shape for name, shape in stored.shapes.items() if not name.startswith(LOGIT_PARTS)}
+        layers = {name: shape for name, shape in stored.shapes.items() if not name.startswith(checkpoint.LOGIT_PARTS)}
         stored_layers = replace(stored, shapes=layers)
     else:
         stored_layers = stored
 
     def is_stored(leaf: Any) -> bool:
-        is_adapter = ADAPTER in leaf.key and not stored.has_adapters
-        return not (is_adapter or (is_new_head and leaf.key in (SCORE_WEIGHT, SCORE_SHIFT)))
+        is_adapter = checkpoint.ADAPTER in leaf.key and not stored.has_adapters
+        return not (is_adapter or (is_new_head and leaf.key in (checkpoint.SCORE_WEIGHT, checkpoint.SCORE_SHIFT)))
 
     wanted, own = extract_matching_values(state, is_stored)
     loaded = read(wanted, stored_layers, mesh, model, allowed=allowed)

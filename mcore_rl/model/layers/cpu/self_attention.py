@@ -14,14 +14,7 @@ from torch.autograd.function import once_differentiable
 from mcore_rl.megatron.compiled import causal_attention, library
 from mcore_rl.megatron.patches.gpu_packages import as_experts_entry
 from mcore_rl.model.layers.attention import KeyValueCache, PackedParams, SDPAttention
-from mcore_rl.model.layers.cpu.experts import (
-    CompiledExperts,
-    CompiledRMSNorm,
-    CompiledZeroCenteredRMSNorm,
-    RoundedColumnLinear,
-    RoundedOutputLayer,
-    RoundedRowLinear,
-)
+from mcore_rl.model.layers.cpu import experts
 from mcore_rl.model.spec import TorchSpecProvider
 
 
@@ -112,7 +105,7 @@ class FusedSelfAttention(SelfAttention):
     def __init__(self, config: TransformerConfig, *args: Any, **options: Any) -> None:
         super().__init__(config, *args, **options)
         norms = self.q_layernorm, self.k_layernorm
-        self._has_norms = all(type(norm) is CompiledRMSNorm for norm in norms)
+        self._has_norms = all(type(norm) is experts.CompiledRMSNorm for norm in norms)
         is_without = all(norm is None or isinstance(norm, IdentityOp) for norm in norms)
         self._is_plain = (
             (is_without or (self._has_norms and self._norms() is not None))
@@ -262,26 +255,26 @@ class _SplitHeads(torch.autograd.Function):
 class CpuSpecProvider(TorchSpecProvider):
     """Provider of the layers for `platform.layers = "cpu"`; layers without a compiled form are torch's."""
 
-    norm = CompiledRMSNorm
-    zero_centered_norm = CompiledZeroCenteredRMSNorm
+    norm = experts.CompiledRMSNorm
+    zero_centered_norm = experts.CompiledZeroCenteredRMSNorm
     attention = CompiledAttention
     self_attention = FusedSelfAttention
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
         if config.rounds_products:
-            self.output_layer = RoundedOutputLayer
+            self.output_layer = experts.RoundedOutputLayer
 
     def column_parallel_linear(self) -> type:
         """Return Megatron's layer, or ours with `platform.bf16_products`."""
-        layer: type = RoundedColumnLinear if self.config.rounds_products else super().column_parallel_linear()
+        layer: type = experts.RoundedColumnLinear if self.config.rounds_products else super().column_parallel_linear()
         return layer
 
     def row_parallel_linear(self) -> type:
         """Return Megatron's layer, or ours with `platform.bf16_products`."""
-        layer: type = RoundedRowLinear if self.config.rounds_products else super().row_parallel_linear()
+        layer: type = experts.RoundedRowLinear if self.config.rounds_products else super().row_parallel_linear()
         return layer
 
     def grouped_mlp_modules(self, *_: Any, **__: Any) -> Any:
         """Return experts that the compiled library computes block by block."""
-        return as_experts_entry(CompiledExperts)
+        return as_experts_entry(experts.CompiledExperts)
