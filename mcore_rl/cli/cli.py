@@ -11,18 +11,9 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from mcore_rl import __version__
+from mcore_rl import __version__, errors
 from mcore_rl.cli.commands import COMMAND_GROUPS, COMMANDS
 from mcore_rl.config.recipes import recipes
-from mcore_rl.errors import (
-    INTERRUPTED_STATUS,
-    PIPE_CLOSED_STATUS,
-    REFUSED_STATUS,
-    ConfigError,
-    McoreRlError,
-    after_echo,
-    error_text,
-)
 from mcore_rl.storage.files import limit_reached, machine_error, open_standard_streams
 
 WIDTH = 80
@@ -44,16 +35,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run(arguments)
         finally:
             sys.stdout.flush()  # now, where a missing reader is caught, and not at the interpreter's exit
-    except McoreRlError as error:
+    except errors.McoreRlError as error:
         return _refused(error)
     except KeyboardInterrupt:
-        sys.stderr.write(f"{after_echo()}interrupted\n")
-        return INTERRUPTED_STATUS
+        sys.stderr.write(f"{errors.after_echo()}interrupted\n")
+        return errors.INTERRUPTED_STATUS
     except BrokenPipeError:
         if not _reader_is_gone():
             raise
         _drop_output()
-        return PIPE_CLOSED_STATUS
+        return errors.PIPE_CLOSED_STATUS
     except (OSError, MemoryError, ImportError, RuntimeError) as error:
         explained = machine_error(error)
         if explained is None:
@@ -65,10 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refused(explained)
 
 
-def _refused(error: McoreRlError) -> int:
-    text = error_text(error)
+def _refused(error: errors.McoreRlError) -> int:
+    text = errors.error_text(error)
     sys.stderr.write(f"{text}{limit_reached(text)}\n")
-    return REFUSED_STATUS
+    return errors.REFUSED_STATUS
 
 
 def _drop_output() -> None:
@@ -108,7 +99,7 @@ def split_name(arguments: Sequence[str]) -> tuple[str, list[str]]:
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         remedy = f"Did you mean {near[0]}?" if near else f"Commands: {', '.join(members or COMMANDS)}."
-        raise ConfigError(f"There is no command {name}. {remedy}")
+        raise errors.ConfigError(f"There is no command {name}. {remedy}")
     return name, list(arguments[num_words:])
 
 

@@ -47,15 +47,17 @@ TRAINED = ("⟦", "⟧")
 """Marks around tokens with a loss, if some tokens have none."""
 
 
+def _document_format(args: argparse.Namespace) -> DocumentFormat:
+    return DocumentFormat(kind=args.format or format_of_endings(find_input_files(args.inputs)), key=args.key)
+
+
 def make_tokenizer(args: argparse.Namespace) -> int:
     """Train a tokenizer and print its file."""
     lines = train_tokenizer(
         TokenizerTraining(
             inputs=tuple(args.inputs),
             output=args.output,
-            document_format=DocumentFormat(
-                kind=args.format or format_of_endings(find_input_files(args.inputs)), key=args.key
-            ),
+            document_format=_document_format(args),
             vocab_size=args.vocab_size,
             model_type=args.model_type,
             character_coverage=args.character_coverage,
@@ -77,12 +79,7 @@ def make_dataset(args: argparse.Namespace) -> int:
         tokenizer=TokenizerConfig(
             kind="huggingface" if args.tokenizer.is_dir() else "sentencepiece", path=str(args.tokenizer)
         ),
-        document_format=DocumentFormat(
-            kind=args.format or format_of_endings(find_input_files(args.inputs)),
-            key=args.key,
-            # An empty separator is a blank line; with None a file is a single document.
-            separator="" if args.split_blank_lines else args.document_separator,
-        ),
+        document_format=_document_format(args),
         workers=args.workers,
         max_bad=args.max_bad,
         overwrite=args.overwrite,

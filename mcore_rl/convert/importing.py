@@ -17,31 +17,10 @@ import torch
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.convert.copying import conversion
-from mcore_rl.convert.copying.tensors import (
-    NUMBERED,
-    ChunkBytes,
-    CopyTask,
-    OutputDtype,
-    TargetTensor,
-    common_dtype,
-    output_dtype,
-    tasks_of,
-)
+from mcore_rl.convert.copying import tensors as copying
 from mcore_rl.convert.hf.folder import copy_files, small_files
 from mcore_rl.convert.hf.model import HfModel, MtpLayers, check_copies, open_hf_model, source_checksums
-from mcore_rl.convert.megatron.model import (
-    EMBEDDING,
-    DistModel,
-    KeyLayout,
-    KeyNames,
-    KeyTranslation,
-    LayerGrouping,
-    extra_state_keys,
-    is_stacked,
-    native_layout,
-    open_dist_model,
-    refuse_singletons,
-)
+from mcore_rl.convert.megatron import model as megatron_model
 from mcore_rl.convert.megatron.tensors import save
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.weight_map import (
@@ -77,7 +56,9 @@ class DistWriter:
     def prepare(self, folder: Path) -> None:
         """Do nothing: each task makes its file."""
 
-    def write(self, folder: Path, task: CopyTask, contents: Iterator[ChunkBytes]) -> list[conversion.WrittenRange]:
+    def write(
+        self, folder: Path, task: copying.CopyTask, contents: Iterator[copying.ChunkBytes]
+    ) -> list[conversion.WrittenRange]:
         """Write a task's chunks one after another into its file."""
         ranges = []
         with io.FileIO(folder / task.file, "wb") as file:
@@ -93,7 +74,7 @@ def empty_extra_states(weights: WeightMap) -> dict[str, bytes]:
     file = io.BytesIO()
     # Megatron saves a list of the objects of a key.
     torch.save([None], file)
-    return dict.fromkeys(extra_state_keys(weights), file.getvalue())
+    return dict.fromkeys(megatron_model.extra_state_keys(weights), file.getvalue())
 
 
 def write_metadata(folder: Path, done: Sequence[conversion.RecordedTask], objects: Mapping[str, bytes]) -> None:
@@ -140,7 +121,7 @@ def write_common(folder: Path, common: dict[str, Any]) -> None:
     flush_to_disk(folder / checkpoint.COMMON)
 
 
-def single_rank_common(model: ModelConfig, step: int, layout: KeyLayout) -> dict[str, Any]:
+def single_rank_common(model: ModelConfig, step: int, layout: megatron_model.KeyLayout) -> dict[str, Any]:
     """Return the common state that a run of one rank would write."""
     common = common_state(model, ONE_RANK, 1, step, {})
     if layout.layers == "hybrid":
@@ -179,11 +160,11 @@ def write_last_file(folder: Path, model: ModelConfig, step: int, before: checkpo
 class ImportOptions:
     """User options for the output of an import."""
 
-    dtype: OutputDtype = "keep"
+    dtype: copying.OutputDtype = "keep"
     """Type of the weights; expert biases stay fp32."""
     mtp: MtpLayers = "keep"
-    keys: KeyNames = "te"
-    layers: LayerGrouping | None = None
+    keys: megatron_model.KeyNames = "te"
+    layers: megatron_model.LayerGrouping | None = None
     """Grouping of layers in keys; None for the grouping that training reads and writes."""
     vocab_multiple: int | None = None
     """The vocabulary is padded to a multiple of this; None for the default of model.vocab_multiple."""
@@ -196,8 +177,10 @@ def plan_import(
 ) -> conversion.Conversion:
     """Plan an import to `folder/iter_0000000`; CheckpointError or ConfigError for all that headers show."""
     hf_model = open_hf_model(source, mtp=options.mtp, vocab_multiple=options.vocab_multiple, family=options.family)
-    layout = KeyLayout(options.keys, options.layers or native_layout(hf_model.model).layers)
-    weights = KeyTranslation(hf_model.model, layout).weights(hf_model.weights)
+    layout = megatron_model.KeyLayout(
+        options.keys, options.layers or megatron_model.native_layout(hf_model.model).layers
+    )
+    weights = megatron_model.KeyTranslation(hf_model.model, layout).weights(hf_model.weights)
     weights.prove()
     check_copies(hf_model)
     targets = import_targets(hf_model, weights, options.dtype)
@@ -220,7 +203,7 @@ def plan_import(
         final=checkpoint.path_of_step(folder, 0),
         sources=[("the source", source)],
         targets=targets,
-        tasks=tasks_of({NUMBERED: targets}, settings.task_bytes),
+        tasks=copying.tasks_of({copying.NUMBERED: targets}, settings.task_bytes),
         open_source=hf_model.source,
         writer=DistWriter(),
         identity=f"import {options} {hf_model.model}",
@@ -236,14 +219,16 @@ def listed_beginnings(names: Sequence[str]) -> str:
     return ", ".join(sorted({".".join(name.split(".")[:2]) + ".*" for name in names}))
 
 
-def import_targets(hf_model: HfModel, weights: WeightMap, dtype: OutputDtype) -> list[TargetTensor]:
+def import_targets(hf_model: HfModel, weights: WeightMap, dtype: copying.OutputDtype) -> list[copying.TargetTensor]:
     """Return Megatron's tensors of `weights`, in the order of the family's rules."""
     copies = copies_into_megatron(weights.blocks)
     return [
-        TargetTensor(
+        copying.TargetTensor(
             name=key,
             shape=shape,
-            dtype=output_dtype(key, copies.get(key, ()), dtype, hf_model.dtype, is_fp32=key in weights.fp32_keys),
+            dtype=copying.output_dtype(
+                key, copies.get(key, ()), dtype, hf_model.dtype, is_fp32=key in weights.fp32_keys
+            ),
             copies=copies.get(key, Copies()),
         )
         for key, shape in weights.mcore_shapes.items()
@@ -252,7 +237,7 @@ def import_targets(hf_model: HfModel, weights: WeightMap, dtype: OutputDtype) ->
 
 def _finish_import(
     hf_model: HfModel,
-    layout: KeyLayout,
+    layout: megatron_model.KeyLayout,
     weights: WeightMap,
     copied: dict[str, Path],
     folder: Path,
@@ -274,12 +259,16 @@ def _finish_import(
 
 
 def plan_relayout(
-    source: Path, folder: Path, layout: KeyLayout, reference: Path | None, settings: conversion.CopySettings
+    source: Path,
+    folder: Path,
+    layout: megatron_model.KeyLayout,
+    reference: Path | None,
+    settings: conversion.CopySettings,
 ) -> conversion.Conversion:
     """Plan to write a checkpoint, with its optimizer state, to `folder/iter_<step>` under the keys of `layout`. Raises
     CheckpointError if it cannot be read, or its optimizer state is not laid out like the weights.
     """
-    dist_model = open_dist_model(source, reference)
+    dist_model = megatron_model.open_dist_model(source, reference)
     targets = list(_targets(dist_model, layout))
     step, objects = dist_model.folder.step, dist_model.folder.objects
     num_objects = sum(checkpoint.EXTRA_STATE not in key for key in objects)
@@ -292,7 +281,7 @@ def plan_relayout(
             *([("--reference", reference)] if reference is not None else []),
         ],
         targets=targets,
-        tasks=tasks_of({NUMBERED: targets}, settings.task_bytes),
+        tasks=copying.tasks_of({copying.NUMBERED: targets}, settings.task_bytes),
         open_source=dist_model.source,
         writer=DistWriter(),
         identity=f"relayout {layout} {dist_model.folder.digest}",
@@ -307,17 +296,19 @@ def plan_relayout(
     )
 
 
-def _targets(dist_model: DistModel, layout: KeyLayout) -> Iterator[TargetTensor]:
+def _targets(dist_model: megatron_model.DistModel, layout: megatron_model.KeyLayout) -> Iterator[copying.TargetTensor]:
     folder = dist_model.folder
-    refuse_singletons(dist_model.layout, folder.path)
-    old = KeyTranslation(dist_model.model, dist_model.layout)
-    new = KeyTranslation(dist_model.model, layout)
+    megatron_model.refuse_singletons(dist_model.layout, folder.path)
+    old = megatron_model.KeyTranslation(dist_model.model, dist_model.layout)
+    new = megatron_model.KeyTranslation(dist_model.model, layout)
     tensors = folder.tensors
     copies = _copies_by_new_key(dist_model.canonical.mcore_shapes, old, new)
     shapes = dict(new.shapes(dist_model.canonical.mcore_shapes))
     names = {copy.source for group in copies.values() for copy in group}
     # The optimizer has each weight's moments under a prefix and the weight's name; the weights' prefix is "".
-    prefixes = sorted({key.removesuffix(EMBEDDING) for key in tensors if key.endswith(EMBEDDING)})
+    prefixes = sorted(
+        {key.removesuffix(megatron_model.EMBEDDING) for key in tensors if key.endswith(megatron_model.EMBEDDING)}
+    )
     known = {prefix + name for prefix in prefixes for name in names}
     left = [f"{key} {tensors[key].shape}" for key in tensors if key not in known]
     left += [
@@ -336,18 +327,18 @@ def _targets(dist_model: DistModel, layout: KeyLayout) -> Iterator[TargetTensor]
             # Buffers, such as expert biases, have no moments.
             if all(prefix + copy.source in tensors for copy in group):
                 moved = Copies(RegionCopy(copy.into, prefix + copy.source, copy.where) for copy in group)
-                dtype = common_dtype(prefix + key, {copy.source: tensors[copy.source].dtype for copy in moved})
-                yield TargetTensor(name=prefix + key, shape=shapes[key], dtype=dtype, copies=moved)
+                dtype = copying.common_dtype(prefix + key, {copy.source: tensors[copy.source].dtype for copy in moved})
+                yield copying.TargetTensor(name=prefix + key, shape=shapes[key], dtype=dtype, copies=moved)
 
 
 def _copies_by_new_key(
-    shapes: Mapping[str, Shape], old: KeyTranslation, new: KeyTranslation
+    shapes: Mapping[str, Shape], old: megatron_model.KeyTranslation, new: megatron_model.KeyTranslation
 ) -> dict[str, list[RegionCopy]]:
     copies: dict[str, list[RegionCopy]] = {}
     one_by_one = {old.layout.layers, new.layout.layers} != {"stacked"}
     for key, shape in shapes.items():
         regions = [whole(shape)]
-        if one_by_one and is_stacked(key):
+        if one_by_one and megatron_model.is_stacked(key):
             regions = [(AxisRange(layer, layer + 1), *whole(shape[1:])) for layer in range(shape[0])]
         for region in regions:
             source, where = old.locate(key, region)
@@ -357,15 +348,15 @@ def _copies_by_new_key(
 
 
 def _finish_relayout(
-    dist_model: DistModel,
-    layout: KeyLayout,
+    dist_model: megatron_model.DistModel,
+    layout: megatron_model.KeyLayout,
     changed_common: dict[str, Any] | None,
     folder: Path,
     plan: str,
     done: Sequence[conversion.RecordedTask],
 ) -> None:
     source = dist_model.source()
-    weights = KeyTranslation(dist_model.model, layout).weights(dist_model.canonical)
+    weights = megatron_model.KeyTranslation(dist_model.model, layout).weights(dist_model.canonical)
     objects = empty_extra_states(weights) | {
         key: source.object_bytes(key, saved)
         for key, saved in dist_model.folder.objects.items()
@@ -392,7 +383,7 @@ def _finish_relayout(
     write_last_file(folder, dist_model.model, dist_model.folder.step, dist_model.folder.marker)
 
 
-def _changed_common(dist_model: DistModel, layout: KeyLayout) -> dict[str, Any] | None:
+def _changed_common(dist_model: megatron_model.DistModel, layout: megatron_model.KeyLayout) -> dict[str, Any] | None:
     common = dist_model.folder.path / checkpoint.COMMON
     if (dist_model.layout.layers == "hybrid") == (layout.layers == "hybrid") or not common.is_file():
         return None

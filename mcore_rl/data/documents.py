@@ -1,6 +1,5 @@
 """Files to documents: JSON lines or plain text, cut at byte offsets so that any process can read any part."""
 
-import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,20 +29,10 @@ class DocumentFormat:
     kind: Literal["jsonl", "text"]
     """Records, of JSON lines or any other form that `read_records` reads; or plain text."""
     key: str = "text"
-    separator: str | None = None
-    """Line that separates two documents of plain text; "" is a blank line, None makes each file one document."""
 
     def is_splittable_in(self, name: str) -> bool:
-        """Return whether the file `name` may be read in parts, as neither tables nor lists nor packed files are."""
-        if self.kind == "jsonl":
-            return records.is_in_lines(name)
-        return self.separator is not None and not records.is_table(name) and not records.is_packed(name)
-
-    def is_boundary(self, line: bytes) -> bool:
-        """Return whether a file may be cut in front of `line`."""
-        if self.kind == "jsonl":
-            return True
-        return line.rstrip(b"\r\n") == self.separator.encode() if self.separator else not line.strip()
+        """Return whether the file `name` may be read in parts, as lines may, and plain text, one document, may not."""
+        return self.kind == "jsonl" and records.is_in_lines(name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +46,7 @@ class InputFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileSlice:
-    """Bytes [start, end) of a file, both moved to the next boundary: adjacent slices share no document."""
+    """Bytes [start, end) of a file, both moved to the next line: adjacent slices share no document."""
 
     path: str
     start: int
@@ -143,10 +132,7 @@ class DocumentReader:
                 yield _document_of(record, self.document_format.key)
             return
         with records.opened(path) as file:
-            if self.document_format.separator is None:
-                yield _text_document(file.read().removeprefix(records.BOM), line=1)
-            else:
-                yield from self._separated(self._lines(file))
+            yield _text_document(file.read().removeprefix(records.BOM))
 
     def _records(self) -> Iterator[records.Record]:
         path = self.file_slice.path
@@ -163,44 +149,25 @@ class DocumentReader:
             yield records.Record(line=1, file=path, problem="there is no record in it")
 
     def _lines(self, file: BinaryIO) -> Iterator[bytes]:
-        offset, last = self.file_slice.start, self.file_slice.end
-        if records.is_packed(self.file_slice.path):
-            last = sys.maxsize  # a packed file is a single slice, and its size counts packed bytes
+        offset = self.file_slice.start
         # One byte back: a slice that begins right after a line end begins with a whole line, which must not be skipped.
         if offset:
             file.seek(offset - 1)
             offset += len(file.readline()) - 1
-        is_inside = self.file_slice.start == 0
         for line in file:
-            is_boundary = self.document_format.is_boundary(line)
-            if offset >= last and (is_boundary or not is_inside):
+            if offset >= self.file_slice.end:
                 return
-            is_inside = is_inside or is_boundary
-            if is_inside:
-                self.num_lines += 1
-                yield line.removeprefix(records.BOM) if offset == 0 else line
+            self.num_lines += 1
+            yield line.removeprefix(records.BOM) if offset == 0 else line
             offset += len(line)
 
-    def _separated(self, lines: Iterator[bytes]) -> Iterator[Document]:
-        document: list[bytes] = []
-        first_line = 0
-        for line in lines:
-            if not self.document_format.is_boundary(line):
-                first_line = first_line if document else self.num_lines
-                document.append(line)
-            elif document:
-                yield _text_document(b"".join(document).rstrip(b"\r\n"), line=first_line)
-                document = []
-        if document:
-            yield _text_document(b"".join(document).rstrip(b"\r\n"), line=first_line)
 
-
-def _text_document(content: bytes, *, line: int) -> Document:
+def _text_document(content: bytes) -> Document:
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
-        return Document(line=line, problem=records.not_utf8(error))
-    return Document(line=line, problem="empty") if _is_empty(text) else Document(line=line, text=text)
+        return Document(line=1, problem=records.not_utf8(error))
+    return Document(line=1, problem="empty") if _is_empty(text) else Document(line=1, text=text)
 
 
 def _document_of(record: records.Record, key: str) -> Document:

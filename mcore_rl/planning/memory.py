@@ -18,20 +18,10 @@ from mcore_rl.config.model import LayerKind, ModelConfig
 from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.rl.rollout import InProcessConfig, ServedConfig
 from mcore_rl.families import family_of
+from mcore_rl.planning import weights as counts
 from mcore_rl.planning.activations import LayerActivations
 from mcore_rl.planning.step import chunks_in_flight, most_kept
 from mcore_rl.planning.training import ModelOnRanks, Rollouts, Training
-from mcore_rl.planning.weights import (
-    FP32_BYTES,
-    Weights,
-    delta_state_bytes,
-    layer_kinds_by_stage,
-    layer_weights,
-    layers_by_chunk,
-    layers_by_stage,
-    weights_by_stage,
-    with_adapters,
-)
 
 GIB = 2**30
 MAIN_COPY_BYTES = {"bf16": 4, "fp32": 0}
@@ -50,15 +40,15 @@ STAGED_BUCKETS = 2
 
 def largest_layer(model: ModelConfig, kinds: Iterable[LayerKind], ep: int = 1) -> int:
     """Return the number of weights of the largest layer of a push, with all experts or one of `ep` shares of them."""
-    return max((layer_weights(model, MeshConfig(ep=ep), kind).total for kind in {*kinds}), default=0)
+    return max((counts.layer_weights(model, MeshConfig(ep=ep), kind).total for kind in {*kinds}), default=0)
 
 
-def muon_state_bytes(optim: OptimConfig, weights: Weights, frozen: int, copy: int) -> int:
+def muon_state_bytes(optim: OptimConfig, weights: counts.Weights, frozen: int, copy: int) -> int:
     """Return the bytes of Muon's whole state: of each weight a `copy` and a moment, and of Adam's another moment.
     `frozen` routers' weights have none.
     """
     by_adam = weights.vectors + (0 if optim.muon.router else weights.router - frozen)
-    return (weights.dense + weights.expert - frozen) * (copy + FP32_BYTES) + by_adam * FP32_BYTES
+    return (weights.dense + weights.expert - frozen) * (copy + counts.FP32_BYTES) + by_adam * counts.FP32_BYTES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +85,7 @@ def shared_server(training: Training) -> SharedServer | None:
         return None
     model, parts = training.model, engine.tensor_parallel
     element = 4 if "fp32" in (engine.dtype, training.platform.precision * (engine.dtype == "auto")) else 2
-    (whole,) = weights_by_stage(model, MeshConfig())
+    (whole,) = counts.weights_by_stage(model, MeshConfig())
     token = 2 * model.num_layers * max(1, model.num_kv_heads // parts) * model.head_dim * element
     return SharedServer(
         gpus=parts,
@@ -222,18 +212,20 @@ class Layout:
     """Number of layers of each kind."""
     chunks: list[list[range]]
     """Indices of the layers of each chunk."""
-    weights: list[list[Weights]]
+    weights: list[list[counts.Weights]]
     """Weights of each model on the ranks."""
 
 
 def layout_of(models: Sequence[ModelOnRanks], mesh: MeshConfig) -> Layout:
     """Return the layout of a run's models over its mesh."""
     # Models with the same head have the same weights.
-    by_head = {on_ranks.model.head: weights_by_stage(on_ranks.model, mesh) for on_ranks in models}
-    weights = [with_adapters(by_head[on_ranks.model.head], on_ranks.lora, on_ranks.model, mesh) for on_ranks in models]
+    by_head = {on_ranks.model.head: counts.weights_by_stage(on_ranks.model, mesh) for on_ranks in models}
+    weights = [
+        counts.with_adapters(by_head[on_ranks.model.head], on_ranks.lora, on_ranks.model, mesh) for on_ranks in models
+    ]
     return Layout(
-        kinds=layer_kinds_by_stage(models[0].model, mesh),
-        chunks=layers_by_chunk(models[0].model, mesh),
+        kinds=counts.layer_kinds_by_stage(models[0].model, mesh),
+        chunks=counts.layers_by_chunk(models[0].model, mesh),
         weights=[
             [stage.adapters for stage in stages] if on_ranks.is_swapped and on_ranks.lora.is_on else stages
             for on_ranks, stages in zip(models, weights, strict=True)
@@ -365,7 +357,7 @@ class StageMemory:
             ),
         )
 
-    def _model_bytes(self, on_ranks: ModelOnRanks, weights: Weights, stage: int) -> ModelBytes:
+    def _model_bytes(self, on_ranks: ModelOnRanks, weights: counts.Weights, stage: int) -> ModelBytes:
         training, mesh, optim = self.training, self.training.mesh, on_ranks.optim
         fp8 = FP8_COPIES_BYTES if training.platform.fp8 != "none" else 0
         stored = weights.bytes(self.layer.element)
@@ -427,7 +419,7 @@ class StageMemory:
         for kind, count in self.layout.kinds[stage].items():
             mixers[kind.mixer] += count
         numbers = (mixers.total() - mixers["delta"]) * widths + mixers["indexed"] * model.indexer.width
-        states = mixers["delta"] * delta_state_bytes(model, mesh.tp, self.layer.element)
+        states = mixers["delta"] * counts.delta_state_bytes(model, mesh.tp, self.layer.element)
         return slots * (training.sample_length * numbers * self.layer.element + states)
 
     def _pushed(self, rollouts: Rollouts, stage: int) -> int:
@@ -512,7 +504,7 @@ def routes_of_rank(training: Training, stage: int) -> RouteBytes:
         return RouteBytes()
     parts = mesh.cp * (mesh.tp if mesh.sequence_parallel else 1)
     tokens = -(-rollouts.num_completions * training.sample_length // (max(1, training.replicas) * parts))
-    layers = sum(model.moe_layers[layer] for layer in layers_by_stage(model, mesh)[stage])
+    layers = sum(model.moe_layers[layer] for layer in counts.layers_by_stage(model, mesh)[stage])
     each = layer_bytes(model) * rollouts.routes_per_token
     if rollouts.keeps_router_scores:
         each += model.moe.top_k * SCORE_BYTES
@@ -553,10 +545,10 @@ class Disk:
 def disk_of(training: Training) -> Disk:
     """Return the bytes that a whole run takes."""
     checkpoint, steps, whole = training.checkpoint, training.steps, MeshConfig()
-    weights, state = Weights(), 0
+    weights, state = counts.Weights(), 0
     # A checkpoint holds every model that is trained, including a critic.
     for model in (model for model in training.models if model.trains):
-        (stage,) = with_adapters(weights_by_stage(model.model, whole), model.lora, model.model, whole)
+        (stage,) = counts.with_adapters(counts.weights_by_stage(model.model, whole), model.lora, model.model, whole)
         is_left_out = model.lora.is_on and checkpoint.weights == "adapters"
         weights += stage.adapters if is_left_out else stage
         assert model.optim is not None
@@ -567,7 +559,7 @@ def disk_of(training: Training) -> Disk:
     element = 2 if training.platform.precision == "bf16" else 4
     saves = -(-steps // (checkpoint.interval or steps))
     return Disk(
-        checkpoint=weights.total * element + state + weights.fp32_buffers * FP32_BYTES,
+        checkpoint=weights.total * element + state + weights.fp32_buffers * counts.FP32_BYTES,
         num_checkpoints=saves if checkpoint.keep == "all" else min(saves, checkpoint.keep + 1),
         samples=_samples(training),
     )

@@ -16,15 +16,9 @@ import torch
 from mcore_rl.data.chat_template import MORE_TEMPLATES
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.weight_map import Shape, listed
+from mcore_rl.storage import files as stored
 from mcore_rl.storage import folders
 from mcore_rl.storage.checkpoint import FORMAT_FILE, MANIFEST, MARKER
-from mcore_rl.storage.files import (
-    POINTER_REMEDY,
-    is_lfs_pointer,
-    refuse_absent_content,
-    sizes_and_times,
-    unfinished_download,
-)
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER_FILES = (
@@ -92,12 +86,12 @@ class HfFolder:
 def open_hf(path: Path) -> HfFolder:
     """Return the tensors of a folder or file. Raises CheckpointError for missing, truncated or inconsistent files."""
     folder = path if path.is_dir() else path.parent
-    refuse_absent_content(path)
+    stored.refuse_absent_content(path)
     files = [path.name] if path.is_file() else _files(path)
     # transformers would load the adapter's base and apply the adapter; we would ignore or misread its tensors.
     if adapter := [name for name in ADAPTER_FILES if (folder / name).exists()]:
         raise CheckpointError(_adapter_fault(folder, adapter[0]))
-    stamps = sizes_and_times(folder / name for name in (*files, "config.json"))
+    stamps = stored.sizes_and_times(folder / name for name in (*files, "config.json"))
     config = folders.read_config(folder) if (folder / "config.json").is_file() else None
     if path.is_dir():
         _refuse_other_weights(path, files, config or {})
@@ -146,7 +140,7 @@ def _files(folder: Path) -> list[str]:
         if missing:
             raise CheckpointError(
                 f"{folder}/{INDEX} names files that are not there:\n{listed(missing)}\nDownload or copy them again."
-                f"{unfinished_download(folder)}"
+                f"{stored.unfinished_download(folder)}"
             )
         return names
     if not folder.is_dir():
@@ -159,14 +153,15 @@ def _files(folder: Path) -> list[str]:
     if not found:
         pickled = sorted(file.name for file in folder.glob("*.bin"))
         hint = f" Its {pickled[0]} is a pickle: save it as safetensors first." if pickled else ""
-        raise CheckpointError(f"{folder} has no *.safetensors.{hint}{unfinished_download(folder)}")
+        raise CheckpointError(f"{folder} has no *.safetensors.{hint}{stored.unfinished_download(folder)}")
     # Without an index, the numbers in the names are the only sign of a missing shard.
     for name in found:
         match = SHARD.fullmatch(name)
         wanted = [f"{match[1]}-{i:05d}-of-{match[3]}.safetensors" for i in range(1, int(match[3]) + 1)] if match else []
         if missing := sorted(set(wanted) - set(found)):
             raise CheckpointError(
-                f"{folder} lacks shards:\n{listed(missing)}\nDownload or copy them again.{unfinished_download(folder)}"
+                f"{folder} lacks shards:\n{listed(missing)}\nDownload or copy them again."
+                f"{stored.unfinished_download(folder)}"
             )
     return found
 
@@ -216,7 +211,7 @@ def _header(file: Path) -> tuple[dict[str, Any], int, int, str]:
     except folders.NOT_JSON:
         header = None
     if not isinstance(header, dict):
-        remedy = POINTER_REMEDY if is_lfs_pointer(file) else "Download or copy it again."
+        remedy = stored.POINTER_REMEDY if stored.is_lfs_pointer(file) else "Download or copy it again."
         raise CheckpointError(f"{file} ({size} bytes) does not begin as safetensors do. {remedy}")
     header.pop("__metadata__", None)
     return header, 8 + length, size, sha256(raw).hexdigest()
@@ -267,7 +262,7 @@ def small_files(folder: Path) -> dict[str, Path]:
         and not file.name.startswith(".")
         and not (file.name.endswith(WEIGHT_FILES) or file.name in NOT_COPIED)
     }
-    refuse_absent_content(folder)
+    stored.refuse_absent_content(folder)
     for file in found.values():
         folders.refuse_cut_off(file)
     return found

@@ -29,8 +29,6 @@ from mcore_rl.rl.rollouts.prompts import read_problems
 from tests.unit.data.conftest import FORMS, JSONL, chat_of, in_form, made_up_documents, preprocessing, write_lines
 from tools.python_corpus import write_python_corpus
 
-BLANK = DocumentFormat(kind="text", separator="")
-MARKED = DocumentFormat(kind="text", separator="%%")
 WHOLE = DocumentFormat(kind="text")
 
 
@@ -48,39 +46,23 @@ def read(path, document_format, offsets=()):
 CONTENTS = {
     # Content, and the lines and texts of its documents; "" where one has a problem.
     "jsonl": (
-        JSONL,
         b'{"text": "one"}\n\n{"text": "tw\xc3\xb6"}\nnot json\n{"text": "three"}',
         [(1, "one"), (3, "twö"), (4, ""), (5, "three")],
     ),
-    "jsonl with a byte-order mark": (
-        JSONL,
-        b'\xef\xbb\xbf{"text": "one"}\r\n{"text": "two"}\r\n',
-        [(1, "one"), (2, "two")],
-    ),
-    "blank lines": (
-        BLANK,
-        b"\n\none\n two\n\n \n\nthree\n\n\n\nfour\xc3\xb6\n",
-        [(3, "one\n two"), (8, "three"), (12, "fourö")],
-    ),
-    "marks": (
-        MARKED,
-        b"one\n\none b\n%%\n%%\n\n%%\r\ntwo %%\n%%three\n%%\nfour",
-        [(1, "one\n\none b"), (6, ""), (8, "two %%\n%%three"), (11, "four")],
-    ),
-    "no end": (MARKED, b"%%\nall\nof\nit", [(2, "all\nof\nit")]),
+    "jsonl with a byte-order mark": (b'\xef\xbb\xbf{"text": "one"}\r\n{"text": "two"}\r\n', [(1, "one"), (2, "two")]),
 }
 
 
 @pytest.mark.parametrize("name", CONTENTS)
 def test_wherever_a_file_is_cut_its_documents_and_line_numbers_are_the_same(tmp_path, name):
-    document_format, content, documents = CONTENTS[name]
+    content, documents = CONTENTS[name]
     path = tmp_path / "file"
     path.write_bytes(content)
-    whole = read(path, document_format)
+    whole = read(path, JSONL)
     assert [(line, text) for line, text, _ in whole] == documents
     for first in range(1, len(content)):
         for second in range(first, len(content), 3):
-            assert read(path, document_format, (first, second)) == whole, (first, second)
+            assert read(path, JSONL, (first, second)) == whole, (first, second)
 
 
 @pytest.mark.parametrize(

@@ -259,18 +259,15 @@ def test_a_larger_share_of_bad_lines_than_one_in_a_hundred_ends_the_run_and_a_hi
     assert len(IndexedDataset(str(options.output))) == 98
 
 
-def test_plain_text_is_a_document_a_file_or_cut_at_blank_lines(options, tokenizer, tmp_path):
+def test_plain_text_is_a_document_a_file(options, tokenizer, tmp_path):
     texts = tmp_path / "texts"
     texts.mkdir()
     (texts / "a.txt").write_text("one\n\ntwo\n")
     (texts / "b.txt").write_text("three\n")
     model = sentencepiece.SentencePieceProcessor(model_file=tokenizer.path)
-    for separator, expected in ((None, ["one\n\ntwo\n", "three\n"]), ("", ["one", "two", "three"])):
-        document_format = DocumentFormat(kind="text", separator=separator)
-        output = tmp_path / f"separated-{separator is not None}"
-        run(replace(options, inputs=(texts,), document_format=document_format, output=output))
-        dataset = IndexedDataset(str(output))
-        assert [model.decode(dataset[i].tolist()[:-1]) for i in range(len(dataset))] == expected
+    run(replace(options, inputs=(texts,), document_format=DocumentFormat(kind="text")))
+    dataset = IndexedDataset(str(options.output))
+    assert [model.decode(dataset[i].tolist()[:-1]) for i in range(len(dataset))] == ["one\n\ntwo\n", "three\n"]
 
 
 def test_a_disk_that_fills_up_leaves_nothing_under_the_name_and_the_run_goes_on_later(options, reference, tmp_path):
