@@ -23,7 +23,7 @@ from bench.learning import ROOT, run_study, study_toml
 from bench.rl_folder import VOCAB, program, write_tokenizer
 from bench.study import SFT
 from bench.study_figures import draw
-from mcore_rl.cli.study_results import StudyRun, interval, read_run
+from mcore_rl.cli.study import StudyRun, interval, read_run
 from mcore_rl.rl.types import Problem
 
 RESULTS = Path(__file__).parent / "results" / "claims.json"

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.rl_folder import WARM_UP_STEPS, program, write_inputs
-from mcore_rl.cli.study_results import interval, read_run
+from mcore_rl.cli.study import interval, read_run
 from mcore_rl.storage.files import with_ending
 
 ARMS = {

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from mcore_rl.cli.study_results import StudyRow, StudyRun, interval, rows_of
+from mcore_rl.cli.study import StudyRow, StudyRun, interval, rows_of
 
 COLOURS = ("#4269d0", "#efb118", "#ff725c", "#3ca951", "#a463f2", "#6cc5b0", "#9c6b4e", "#97bbf5")
 DASHES = ("", "6 3", "2 2")

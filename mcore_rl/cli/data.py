@@ -26,8 +26,8 @@ from mcore_rl.data.chat import Message
 from mcore_rl.data.documents import DocumentFormat, find_input_files, format_of_endings
 from mcore_rl.data.examples import conversation_of
 from mcore_rl.data.megatron.indexed import NO_TOKEN, build_datasets, plan_data
+from mcore_rl.data.megatron.preprocess import PreprocessOptions, preprocess
 from mcore_rl.data.preferences import TIE, comparison_of
-from mcore_rl.data.preprocess import PreprocessOptions, preprocess
 from mcore_rl.data.records import Record, is_table, read_records
 from mcore_rl.data.shapes import unread_keys
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer

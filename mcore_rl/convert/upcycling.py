@@ -138,7 +138,6 @@ class UpcycledSource(HfSource):
         out.copy_(values_RC.view(out.shape))
 
     def prefetch(self, name: str, where: Region) -> None:
-        """Let the disk begin to read a region (see TensorSource)."""
         dense = self._made[name].dense if name in self._made else name
         if dense is not None:
             super().prefetch(dense, where)

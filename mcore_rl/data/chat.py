@@ -132,7 +132,6 @@ class PlainChat:
         self._has_roles = has_roles
 
     def encode(self, conversation: Conversation) -> EncodedConversation:
-        """Return the whole conversation as tokens."""
         ids: list[int] = []
         assistant_mask: list[bool] = []
         for turn, said in self._turns(conversation):
@@ -141,7 +140,6 @@ class PlainChat:
         return EncodedConversation(tuple(ids), tuple(assistant_mask))
 
     def prompt(self, conversation: Conversation) -> list[int]:
-        """Return the tokens after which the assistant\'s next turn begins."""
         return [*self.encode(conversation).ids_T, *self._header("assistant")]
 
     def open_turn(self, conversation: Conversation) -> list[int]:
@@ -155,11 +153,9 @@ class PlainChat:
         return ids + self.prompt(Conversation(messages=tuple(replies)))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens."""
         return self._tokenizer.decode(ids)
 
     def as_decoded(self, text: str) -> str:
-        """Return the text that a text's tokens have."""
         return self.decode(self._tokenizer.encode(text))
 
     @property
@@ -217,7 +213,6 @@ class TemplateChat:
         self._ends = tuple(token.content for index, token in added.items() if token.special or index == turn_end)
 
     def encode(self, conversation: Conversation) -> EncodedConversation:
-        """Return the whole conversation as tokens."""
         is_marked = GENERATION.search(self._template_of(conversation)) is not None
         text, spans = self._marked(conversation) if is_marked else self._by_prefixes(conversation)
         _refuse_unshown(conversation, text)
@@ -235,13 +230,11 @@ class TemplateChat:
         return EncodedConversation(tuple(encoded.ids), tuple(assistant_mask))
 
     def prompt(self, conversation: Conversation) -> list[int]:
-        """Return the tokens after which the assistant\'s next turn begins."""
         text, _ = self._render(conversation, len(conversation.messages), add_generation_prompt=True)
         _refuse_unshown(conversation, text)
         return self._tokenizer.encode(text).ids
 
     def open_turn(self, conversation: Conversation) -> list[int]:
-        """Return the tokens up to the end of the assistant's text in the last turn (see Chat)."""
         content = self._tokenizer.hide(_text_to_continue(conversation))
         *before, last = conversation.messages
         probed = replace(conversation, messages=(*before, {**last, "content": PROBE}))
@@ -263,7 +256,6 @@ class TemplateChat:
         return ids
 
     def reply(self, before: Conversation, answer: str, replies: Sequence[Message], *, is_closed: bool) -> list[int]:
-        """Return the tokens from the end of the assistant's turn to where its next turn begins (see Chat)."""
         messages = (*before.messages, {"role": "assistant", "content": answer}, *replies)
         whole = Conversation(messages=messages, tools=before.tools)
         known, _ = self._render(before, len(before.messages), add_generation_prompt=True)
@@ -308,11 +300,9 @@ class TemplateChat:
         return self._tokenizer.encode(text[at + (len(end) if is_closed else 0) :]).ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, with the names of special tokens."""
         return self._tokenizer.decode(ids)
 
     def as_decoded(self, text: str) -> str:
-        """Return the text that a text's tokens have."""
         return self.decode(self._tokenizer.encode(self._tokenizer.hide(text)).ids)
 
     def _turn_end(self, added: Mapping[str, int]) -> int | None:

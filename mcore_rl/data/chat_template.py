@@ -138,16 +138,13 @@ class JsonEncoder:
         self._first.encode_special_tokens = self._behind.encode_special_tokens = True
 
     def marked(self, text: str) -> Encoded:
-        """Return the tokens of a text in which the names of special tokens are tokens."""
         return _encoded(self._marked, text)
 
     def plain(self, text: str, *, is_first: bool) -> Encoded:
-        """Return the tokens of a text in which the names of special tokens are text."""
         # A tokenizer that puts a space before a text puts none after a special token.
         return _encoded(self._first if is_first else self._behind, text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, with the names of special tokens."""
         text: str = self._marked.decode(list(ids), skip_special_tokens=False)
         return text
 
@@ -192,7 +189,6 @@ class MarkedTokenizer:
         return Encoded(ids, offsets)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, with the names of special tokens."""
         return self._encoder.decode(ids)
 
     def _parts(self, text: str) -> Iterator[_Part]:

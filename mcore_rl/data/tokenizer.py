@@ -99,11 +99,9 @@ class TiktokenFile:
         return ids
 
     def marked(self, text: str) -> Encoded:
-        """Return the tokens of a text in which the names of special tokens are tokens."""
         return self._with_offsets(text, self.ids_of(text, is_marked=True))
 
     def plain(self, text: str, *, is_first: bool) -> Encoded:
-        """Return the tokens of a text in which the names of special tokens are text; `is_first` makes no difference."""
         return self._with_offsets(text, self.ids_of(text, is_marked=False))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -270,7 +268,6 @@ class SentencePieceTokenizer:
         self.pad_id = None if pad_id < 0 else pad_id
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`, without added tokens."""
         ids: list[int] = self._processor.encode(text)
         return ids
 
@@ -279,7 +276,6 @@ class SentencePieceTokenizer:
         return self.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`."""
         text: str = self._processor.decode(list(ids))
         return text
 
@@ -318,11 +314,9 @@ class HuggingFaceTokenizer:
         self.pad_id = ids.get(names.get("pad_token", ""))
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`, without added tokens."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_marked(self, text: str) -> list[int]:
-        """Return the ids of `text`, in which the name of a special token is that token."""
         self._tokenizer.encode_special_tokens = False
         try:
             return self.encode(text)
@@ -330,7 +324,6 @@ class HuggingFaceTokenizer:
             self._tokenizer.encode_special_tokens = True
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
@@ -350,15 +343,12 @@ class TiktokenTokenizer:
         self.pad_id = file.ids.get(names.get("pad_token", ""))
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`, without added tokens."""
         return self.file.ids_of(text, is_marked=False)
 
     def encode_marked(self, text: str) -> list[int]:
-        """Return the ids of `text`, in which the name of a special token is that token."""
         return self.file.ids_of(text, is_marked=True)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`."""
         return self.file.decode(ids)
 
 

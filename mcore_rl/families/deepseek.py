@@ -22,7 +22,6 @@ class DeepseekV2(Family):
     experts_in_group_score = 1
 
     def from_hf(self, config: HfConfig) -> dict[str, Any]:
-        """Return the keyword arguments of ModelConfig."""
         hf.require(
             config,
             {
@@ -47,7 +46,6 @@ class DeepseekV2(Family):
         return hf.common(config) | {"mla": hf.latents(config), "moe": moe}
 
     def to_hf(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the family's keys of config.json."""
         return (
             hf.grouped_experts_to_hf(model)
             | hf.latents_to_hf(model)
@@ -80,7 +78,6 @@ class DeepseekV3(Family):
     experts_in_group_score = 2
 
     def from_hf(self, config: HfConfig) -> dict[str, Any]:
-        """Return the keyword arguments of ModelConfig."""
         hf.require_keys(config, "num_key_value_heads")
         hf.require(
             config,
@@ -100,7 +97,6 @@ class DeepseekV3(Family):
         }
 
     def to_hf(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the family's keys of config.json."""
         return (
             hf.grouped_experts_to_hf(model)
             | hf.latents_to_hf(model)
@@ -121,7 +117,6 @@ class Glm4MoeLite(DeepseekV3):
     has_score_class = False
 
     def from_hf(self, config: HfConfig) -> dict[str, Any]:
-        """Return the keyword arguments of ModelConfig."""
         return super().from_hf({**config, "first_k_dense_replace": first_dense_layers(config)})
 
     def to_hf(self, model: ModelConfig) -> dict[str, Any]:
@@ -154,7 +149,6 @@ class DeepseekV32(DeepseekV3):
     settings = (*DeepseekV3.settings, "indexer.top_k")
 
     def from_hf(self, config: HfConfig) -> dict[str, Any]:
-        """Return the keyword arguments of ModelConfig."""
         hf.needed(config, "q_lora_rank")
         hf.require_keys(config, "first_k_dense_replace")
         arguments = super().from_hf({**config, "first_k_dense_replace": first_dense_layers(config)})
@@ -168,7 +162,6 @@ class DeepseekV32(DeepseekV3):
         }
 
     def to_hf(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the family's keys of config.json."""
         shape = model.indexer
         return super().to_hf(model) | {
             "index_topk": shape.top_k,
@@ -240,12 +233,10 @@ class GlmMoeDsa(DeepseekV32):
     has_interleaved_indexer = True
 
     def from_hf(self, config: HfConfig) -> dict[str, Any]:
-        """Return the keyword arguments of ModelConfig."""
         hf.require(config, {"indexer_rope_interleave": True})
         return super().from_hf(config)
 
     def to_hf(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the family's keys of config.json."""
         types = [SHARED if mixer == "shared" else FULL for mixer in model.mixers]
         return super().to_hf(model) | {"indexer_types": types, "indexer_rope_interleave": True}
 

@@ -17,11 +17,9 @@ class Llama(Family):
     hf_class = "LlamaForCausalLM"
 
     def from_hf(self, config: HfConfig) -> dict[str, Any]:
-        """Return the keyword arguments of ModelConfig."""
         return common(config)
 
     def to_hf(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the family's keys of config.json."""
         return {"attention_bias": False, "mlp_bias": False}
 
 
@@ -32,7 +30,6 @@ class Mistral(Family):
     hf_class = "MistralForCausalLM"
 
     def from_hf(self, config: HfConfig) -> dict[str, Any]:
-        """Return the keyword arguments of ModelConfig."""
         require_keys(config, "num_key_value_heads", "sliding_window")
         arguments = common(config)
         window = config["sliding_window"]
@@ -41,7 +38,6 @@ class Mistral(Family):
         return arguments
 
     def to_hf(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the family's keys of config.json."""
         return {"sliding_window": None}
 
 
@@ -53,13 +49,11 @@ class Qwen2(Family):
     qkv_bias = ("on",)
 
     def from_hf(self, config: HfConfig) -> dict[str, Any]:
-        """Return the keyword arguments of ModelConfig."""
         require_keys(config, "num_key_value_heads")
         require(config, {"use_sliding_window": False})
         return common(config)
 
     def to_hf(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the family's keys of config.json."""
         return {"use_sliding_window": False}
 
 
@@ -77,7 +71,6 @@ class Qwen3(Family):
         return common({"head_dim": 128} | dict(config))
 
     def to_hf(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the family's keys of config.json."""
         return {"attention_bias": False}
 
 
@@ -89,7 +82,6 @@ class SeedOss(Family):
     qkv_bias = ("on", "off")
 
     def from_hf(self, config: HfConfig) -> dict[str, Any]:
-        """Return the keyword arguments of ModelConfig."""
         require_keys(config, "num_key_value_heads", "head_dim")
         require(config, {"attention_out_bias": False})
         # In this family `attention_bias` means only queries, keys and values; `common` would refuse it.
@@ -100,7 +92,6 @@ class SeedOss(Family):
         }
 
     def to_hf(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the family's keys of config.json."""
         return {
             "attention_bias": self.has_qkv_bias(model),
             "attention_out_bias": False,

@@ -56,7 +56,6 @@ class GptOss(Family):
                 yield from _expert(model, layer, expert)
 
     def from_hf(self, config: HfConfig) -> dict[str, Any]:
-        """Return the keyword arguments of ModelConfig."""
         require_keys(config, "num_key_value_heads", "head_dim")
         if not (config.get("rope_parameters") or config.get("rope_scaling")):
             # transformers would take the YaRN of the published models.
@@ -80,7 +79,6 @@ class GptOss(Family):
         return arguments | {"moe": moe}
 
     def to_hf(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the family's keys of config.json."""
         window = model.sliding_window
         first = "sliding_attention" if window else "full_attention"
         unscaled = {"rope_scaling": UNSCALED | {"original_max_position_embeddings": model.max_position}}

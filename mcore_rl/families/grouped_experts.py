@@ -21,7 +21,6 @@ class Glm4Moe(Family):
     experts_in_group_score = 2
 
     def from_hf(self, config: HfConfig) -> dict[str, Any]:
-        """Return the keyword arguments of ModelConfig."""
         hf.require_keys(config, "num_key_value_heads")
         hf.require(config, {"norm_topk_prob": True})
         # In this family `attention_bias` means only queries, keys and values; `common` would refuse it.
@@ -34,7 +33,6 @@ class Glm4Moe(Family):
         }
 
     def to_hf(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the family's keys of config.json."""
         return hf.grouped_experts_to_hf(model) | {
             "attention_bias": self.has_qkv_bias(model),
             "use_qk_norm": self.has_qk_norm(model),
@@ -56,7 +54,6 @@ class Dots1(Family):
     experts_in_group_score = 2
 
     def from_hf(self, config: HfConfig) -> dict[str, Any]:
-        """Return the keyword arguments of ModelConfig."""
         hf.require_keys(config, "num_key_value_heads", "norm_topk_prob")
         if config.get("norm_topk_prob") is not True:
             raise hf.refusal(config, "norm_topk_prob", "has only True")
@@ -69,7 +66,6 @@ class Dots1(Family):
         return arguments | {"moe": moe | {"balance": "none", "expert_bias": True}}
 
     def to_hf(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the family's keys of config.json."""
         return hf.grouped_experts_to_hf(model) | {
             "attention_bias": False,
             "norm_topk_prob": True,
@@ -102,7 +98,6 @@ class SolarOpen(Family):
     experts_in_group_score = 2
 
     def from_hf(self, config: HfConfig) -> dict[str, Any]:
-        """Return the keyword arguments of ModelConfig."""
         hf.require_keys(config, "num_key_value_heads", "head_dim")
         hf.require(
             config,
@@ -126,7 +121,6 @@ class SolarOpen(Family):
         }
 
     def to_hf(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the family's keys of config.json."""
         return hf.grouped_experts_to_hf(model) | {
             "attention_bias": self.has_qkv_bias(model),
             "norm_topk_prob": True,

@@ -57,7 +57,6 @@ class MiniMaxM2(Family):
         return arguments | {"moe": moe}
 
     def to_hf(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the family's keys of config.json."""
         return {
             "intermediate_size": model.moe.ffn_hidden_size,
             "num_local_experts": model.moe.num_experts,

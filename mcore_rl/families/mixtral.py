@@ -18,7 +18,6 @@ class Mixtral(Family):
     moe_names = MoENames(prefix="block_sparse_moe.", gate="w1", up="w3", down="w2")
 
     def from_hf(self, config: HfConfig) -> dict[str, Any]:
-        """Return the keyword arguments of ModelConfig."""
         require_keys(config, "num_key_value_heads")
         if config.get("sliding_window") is not None:
             raise refusal(config, "sliding_window", "attends to all positions")
@@ -32,7 +31,6 @@ class Mixtral(Family):
         return arguments | {"moe": moe}
 
     def to_hf(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the family's keys of config.json."""
         return {
             "intermediate_size": model.moe.ffn_hidden_size,
             "num_local_experts": model.moe.num_experts,

@@ -19,7 +19,6 @@ class Olmoe(Family):
     settings = ("moe.first_dense_layers",)
 
     def from_hf(self, config: HfConfig) -> dict[str, Any]:
-        """Return the keyword arguments of ModelConfig."""
         if config.get("clip_qkv") is not None:
             raise refusal(config, "clip_qkv", "does not clip queries, keys and values")
         arguments = common(config)
@@ -35,7 +34,6 @@ class Olmoe(Family):
         return arguments | {"moe": moe}
 
     def to_hf(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the family's keys of config.json."""
         return {
             "attention_bias": False,
             "clip_qkv": None,

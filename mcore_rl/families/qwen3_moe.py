@@ -19,13 +19,11 @@ class Qwen3Moe(Family):
     settings = ("moe.first_dense_layers",)
 
     def from_hf(self, config: HfConfig) -> dict[str, Any]:
-        """Return the keyword arguments of ModelConfig."""
         require_keys(config, "num_key_value_heads")
         require(config, {"use_sliding_window": False})
         return common(config) | {"moe": qwen_experts(config)}
 
     def to_hf(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the family's keys of config.json."""
         return {"attention_bias": False} | qwen_experts_to_hf(model)
 
 
@@ -41,7 +39,6 @@ class Qwen2Moe(Family):
     moe_names = MoENames(shared="shared_expert")
 
     def from_hf(self, config: HfConfig) -> dict[str, Any]:
-        """Return the keyword arguments of ModelConfig."""
         hf.require_keys(config, "num_key_value_heads")
         hf.require(config, {"use_sliding_window": False})
         shared = {"shared_experts": 1, "shared_ffn_hidden_size": hf.needed(config, "shared_expert_intermediate_size")}
@@ -51,7 +48,6 @@ class Qwen2Moe(Family):
         }
 
     def to_hf(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the family's keys of config.json."""
         return hf.qwen_experts_to_hf(model) | {
             "attention_bias": False,
             "qkv_bias": self.has_qkv_bias(model),

@@ -42,7 +42,6 @@ class Qwen3Next(Family):
     mtp_prefix = "mtp."
 
     def from_hf(self, config: HfConfig) -> dict[str, Any]:
-        """Return the keyword arguments of ModelConfig."""
         hf.require_keys(config, "num_key_value_heads", "head_dim")
         hf.require(config, {"attn_output_gate": True, "mtp_use_dedicated_embeddings": False})
         shared = {"shared_experts": 1, "shared_ffn_hidden_size": hf.needed(config, "shared_expert_intermediate_size")}
@@ -130,7 +129,6 @@ class Qwen35Moe(Qwen3Next):
     settings = tuple(name for name in Qwen3Next.settings if name != "moe.first_dense_layers")
 
     def from_hf(self, config: HfConfig) -> dict[str, Any]:
-        """Return the keyword arguments of ModelConfig."""
         hf.require(config, {"norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1})
         # Published configs have no dense layers, and therefore no width for them.
         width = config.get("intermediate_size") or config.get("moe_intermediate_size")
@@ -168,7 +166,6 @@ class Qwen35(Qwen3Next):
     projections = Qwen35Moe.projections
 
     def from_hf(self, config: HfConfig) -> dict[str, Any]:
-        """Return the keyword arguments of ModelConfig."""
         hf.require_keys(config, "num_key_value_heads", "head_dim")
         hf.require(config, {"attn_output_gate": True, "mtp_use_dedicated_embeddings": False})
         return hf.common(config, fraction=FRACTION) | {
@@ -177,5 +174,4 @@ class Qwen35(Qwen3Next):
         }
 
     def to_hf(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the family's keys of config.json."""
         return self._positions_and_layers(model)

@@ -25,7 +25,6 @@ class TensorBoardSink:
         self._writer = module.SummaryWriter(str(run.run_dir / "tensorboard"), purge_step=run.resume_step + 1)
 
     def write(self, step: int, values: Mapping[str, Reported]) -> None:
-        """Write every scalar of a step."""
         for name, value in values.items():
             if isinstance(value, float | int):
                 self._writer.add_scalar(name, value, step)
@@ -98,7 +97,6 @@ class MlflowSink:
             self._mlflow.log_dict(dict(run.settings), "config.json")
 
     def write(self, step: int, values: Mapping[str, Reported]) -> None:
-        """Write every scalar of a step."""
         self._mlflow.log_metrics(_scalars(values), step=step)
 
     def message(self, step: int, text: str, fields: Mapping[str, object]) -> None:

@@ -17,7 +17,7 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.metrics.jsonl import read_records
 from mcore_rl.planning.memory import memory_of_fullest_rank
 from mcore_rl.planning.training import training_of
-from mcore_rl.report.notices import notices
+from mcore_rl.report.page import notices
 from mcore_rl.report.runs import read_run
 from mcore_rl.report.summary import numbers
 from mcore_rl.storage.checkpoint import OWN_ENTRY

@@ -252,6 +252,15 @@ def module_globals_do_not_change(source: Source) -> Iterator[str]:
                     yield f"{source.path}:{node.lineno}: changes {name} of the module"
 
 
+IMPLEMENTED = {
+    "families/": {"from_hf", "to_hf"},  # of Family
+    "convert/": {"fill", "prefetch", "read", "run"},  # of TensorSource
+    "data/": {"encode", "encode_marked", "decode", "prompt", "marked", "plain", "open_turn", "reply", "as_decoded"},
+    "metrics/loggers.py": {"write"},  # of Sink
+}
+"""Methods that many classes have and that are documented once, where the interface is declared."""
+
+
 def public_things_are_documented(source: Source) -> Iterator[str]:
     """Module, public classes, functions and methods say what they are."""
     if not ast.get_docstring(source.tree):
@@ -261,7 +270,8 @@ def public_things_are_documented(source: Source) -> Iterator[str]:
         if isinstance(node, ast.ClassDef | Function):
             definitions.append(node)
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-            definitions += [member for member in node.body if isinstance(member, Function)]
+            known = {name for part, names in IMPLEMENTED.items() if part in str(source.path) for name in names}
+            definitions += [each for each in node.body if isinstance(each, Function) and each.name not in known]
     for node in definitions:
         if not node.name.startswith("_") and not ast.get_docstring(node):
             yield f"{source.path}:{node.lineno}: {node.name} has no docstring"

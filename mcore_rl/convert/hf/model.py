@@ -38,7 +38,6 @@ class HfSource:
         return name in self._tensors
 
     def fill(self, out: Tensor, name: str, where: Region) -> None:
-        """Copy a region to `out` (see TensorSource)."""
         if name in self._mxfp4_shapes:
             self._fill_from_mxfp4(out, name, where)
             return
@@ -66,7 +65,6 @@ class HfSource:
             del rows, raw
 
     def prefetch(self, name: str, where: Region) -> None:
-        """Let the disk begin to read a region (see TensorSource)."""
         if name in self._mxfp4_shapes:
             name, where = name + quantization.MXFP4_BLOCKS, where[:1]
         if name in self._int4_shapes:
@@ -75,7 +73,6 @@ class HfSource:
         self._files.prefetch(tensor.file, *_bytes_of_rows(tensor, where))
 
     def run(self, name: str, where: Region) -> ByteRun | None:
-        """Return where a region is stored (see TensorSource)."""
         if name in self._mxfp4_shapes or name in self._int4_shapes:
             return None
         tensor = self._tensors[name]
@@ -85,7 +82,6 @@ class HfSource:
         return ByteRun(tensor.file, start, count, tensor.dtype, start - tensor.start)
 
     def read(self, run: ByteRun, start: int, out: memoryview) -> None:
-        """Fill `out` with bytes of a run (see TensorSource)."""
         self._files.read(run.file, run.start + start, out)
 
     def checksum(self, name: str) -> int:

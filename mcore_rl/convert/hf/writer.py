@@ -213,11 +213,9 @@ class WithReference:
         return self._reference if self._reference.has(name) else self._source
 
     def fill(self, out: Tensor, name: str, where: Region) -> None:
-        """Copy a region to `out` (see TensorSource)."""
         self._of(name).fill(out, name, where)
 
     def prefetch(self, name: str, where: Region) -> None:
-        """Let the disk begin to read a region (see TensorSource)."""
         self._of(name).prefetch(name, where)
 
     def run(self, name: str, where: Region) -> regions.ByteRun | None:
@@ -225,7 +223,6 @@ class WithReference:
         return None if self._reference.has(name) else self._source.run(name, where)
 
     def read(self, run: regions.ByteRun, start: int, out: memoryview) -> None:
-        """Fill `out` with bytes of a run (see TensorSource)."""
         self._source.read(run, start, out)
 
 
@@ -240,7 +237,6 @@ class WithBlocks(WithReference, ABC):
         self._computed = computed
 
     def fill(self, out: Tensor, name: str, where: Region) -> None:
-        """Copy a region to `out` (see TensorSource)."""
         if name in self._computed:
             self._compute(out, self._computed[name], name, where)
         else:

@@ -218,13 +218,11 @@ class DistSource:
         self._saved: dict[archives.FileRange, SavedTensor] = {}
 
     def fill(self, out: Tensor, name: str, where: Region) -> None:
-        """Copy a region to `out` (see TensorSource)."""
         region_out = out.view(sizes(where))
         for part, common in self._overlapping(name, where):
             self._copy(_region_of(region_out, common, where), name, part, common)
 
     def prefetch(self, name: str, where: Region) -> None:
-        """Let the disk begin to read a region (see TensorSource)."""
         for part, common in self._overlapping(name, where):
             saved = part.saved
             # Before the archive is first opened, the elements' position inside it is unknown.
@@ -233,14 +231,12 @@ class DistSource:
             self._files.prefetch(saved.file, start, min(size, MAX_PREFETCH_BYTES))
 
     def run(self, name: str, where: Region) -> ByteRun | None:
-        """Return where a region is stored (see TensorSource)."""
         overlapping = list(self._overlapping(name, where))
         if len(overlapping) != 1 or overlapping[0][1] != where:
             return None
         return self._run_of_part(name, *overlapping[0])
 
     def read(self, run: ByteRun, start: int, out: memoryview) -> None:
-        """Fill `out` with bytes of a run (see TensorSource)."""
         self._files.read(run.file, run.start + start, out)
 
     def object_bytes(self, key: str, saved: archives.FileRange) -> bytes:
@@ -390,7 +386,6 @@ class MergedSource(DistSource):
         return None if name in self._adapters else super().run(name, where)
 
     def fill(self, out: Tensor, name: str, where: Region) -> None:
-        """Copy a region to `out` (see TensorSource)."""
         if name not in self._adapters:
             super().fill(out, name, where)
             return

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.claims import CLAIMS, Claim, by_seed, outcome, ratio_slope, reward, run_folder
-from mcore_rl.cli.study_results import StudyRun
+from mcore_rl.cli.study import StudyRun
 
 
 def run_of(arm: str, seed: int, rewards: float, is_done: bool = True) -> StudyRun:

@@ -11,8 +11,7 @@ import pytest
 from bench.study_figures import as_svg
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.cli import study as study_command
-from mcore_rl.cli.study import plan
-from mcore_rl.cli.study_results import COLUMNS, StudyRow, StudyRun, as_json, as_markdown, collapsed, read_run, rows_of
+from mcore_rl.cli.study import COLUMNS, StudyRow, StudyRun, as_json, as_markdown, collapsed, plan, read_run, rows_of
 from mcore_rl.config.load import load_config
 from mcore_rl.config.pipeline import StudyConfig
 from mcore_rl.errors import ConfigError

@@ -17,7 +17,7 @@ from datasets import Dataset
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.data.chat import Chat, load_chat
 from mcore_rl.data.documents import DocumentFormat
-from mcore_rl.data.preprocess import PreprocessOptions
+from mcore_rl.data.megatron.preprocess import PreprocessOptions
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.data.tokenizer_training import TokenizerTraining, train_tokenizer
 

@@ -20,8 +20,7 @@ from mcore_rl.config.rl.rollout import PromptConfig
 from mcore_rl.config.sft import SFTDataConfig
 from mcore_rl.data.documents import DocumentFormat, DocumentReader, FileSlice, find_input_files, format_of_endings
 from mcore_rl.data.examples import read_examples
-from mcore_rl.data.megatron.shards import plan_shards
-from mcore_rl.data.preprocess import preprocess
+from mcore_rl.data.megatron.preprocess import plan_shards, preprocess
 from mcore_rl.data.records import filled, read_records
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import DataError

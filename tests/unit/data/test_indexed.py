@@ -17,7 +17,7 @@ from rich.console import Console
 from mcore_rl.config.data import DataConfig, TokenizerConfig
 from mcore_rl.data.index_file import read_sidecar
 from mcore_rl.data.megatron.indexed import SampleCounts, _megatron_config, build_datasets, plan_data
-from mcore_rl.data.preprocess import preprocess
+from mcore_rl.data.megatron.preprocess import preprocess
 from mcore_rl.data.tokenizer_training import TokenizerTraining, train_tokenizer
 from mcore_rl.errors import DataError
 from tests.unit.data.conftest import JSONL, made_up_documents, preprocessing, write_jsonl

@@ -24,7 +24,7 @@ from mcore_rl.config.changes import with_contents
 from mcore_rl.config.data import DataConfig, TokenizerConfig
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.data.documents import DocumentFormat
-from mcore_rl.data.preprocess import ENDINGS, preprocess
+from mcore_rl.data.megatron.preprocess import ENDINGS, preprocess
 from mcore_rl.errors import DataError
 from tests.ranks import forkserver
 from tests.unit.data.conftest import preprocessing

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from mcore_rl.cli.cli import main
-from mcore_rl.data.preprocess import preprocess
+from mcore_rl.data.megatron.preprocess import preprocess
 from mcore_rl.data.tokenizer import load_tokenizer
 from tests.unit.data.conftest import in_form, made_up_documents, preprocessing, write_jsonl
 

@@ -3,7 +3,7 @@ import subprocess
 import pytest
 
 from mcore_rl.errors import ConfigError
-from mcore_rl.launch.code_copy import CHECKOUT, code_at, copy_code, refuse_changes
+from mcore_rl.launch.submit import CHECKOUT, code_at, copy_code, refuse_changes
 
 
 def git(folder, *words):

@@ -11,7 +11,7 @@ import pytest
 from mcore_rl.cli.cli import main
 from mcore_rl.cli.show import make_report  # now: another user may not read Python's own files
 from mcore_rl.launch.job import STATUS
-from mcore_rl.launch.preflight import in_use_violations
+from mcore_rl.launch.planning import in_use_violations
 
 
 class Run:

@@ -7,7 +7,7 @@ from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.load import kind_of, load_config
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.launch.preflight import Allowances, check_training
+from mcore_rl.launch.planning import Allowances, check_training
 from mcore_rl.planning.device import parse_gpus
 from mcore_rl.planning.estimate import estimate, place_of
 from mcore_rl.planning.memory import GIB

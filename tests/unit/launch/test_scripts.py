@@ -17,8 +17,7 @@ from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.load import kind_of, load_config
 from mcore_rl.config.pipeline import ConversionStage
 from mcore_rl.launch.job import render
-from mcore_rl.launch.planning import JobOptions, plan_conversion, plan_training
-from mcore_rl.launch.preflight import Allowances
+from mcore_rl.launch.planning import Allowances, JobOptions, plan_conversion, plan_training
 from tests.unit.launch.conftest import ROOT
 
 GOLDEN = ROOT / "tests/golden/launch"

@@ -14,10 +14,8 @@ from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.cli.cli import main
 from mcore_rl.config.load import dump_config, load_config
 from mcore_rl.errors import ConfigError
-from mcore_rl.launch.code_copy import Code
-from mcore_rl.launch.planning import PlannedJob
-from mcore_rl.launch.preflight import Checked
-from mcore_rl.launch.submit import _submit
+from mcore_rl.launch.planning import Checked, PlannedJob
+from mcore_rl.launch.submit import Code, _submit
 from tests.conversion import saved
 from tests.unit.launch.conftest import ROOT, job_script
 

@@ -17,8 +17,7 @@ from mcore_rl.metrics.metrics import Metric
 from mcore_rl.metrics.verdict import OverOptimization, verdict, wilson
 from mcore_rl.report import charts, summary
 from mcore_rl.report.figures import EXPERTS, LAYER_MAPS, LEARNING, SPEED, Band
-from mcore_rl.report.notices import notices
-from mcore_rl.report.page import LiveServer, script_safe, write_report
+from mcore_rl.report.page import LiveServer, notices, script_safe, write_report
 from mcore_rl.report.runs import read_runs, short_names
 from mcore_rl.report.samples import before_and_after, last_traced, word_diff
 from mcore_rl.rl.rollouts.evaluation import write_samples
