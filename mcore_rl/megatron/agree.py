@@ -38,6 +38,7 @@ def wait_for_hosts() -> None:
     patience.num_waits += 1
     arrival = dist.barrier(group=patience.group, async_op=True)
     began_s, pause_s, next_s = time.monotonic(), FIRST_PAUSE_S, NOTE_S
+    # Looked at again and again: in a `wait` this rank could not name the ranks that are missing.
     while not arrival.is_completed():
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, LAST_PAUSE_S)
@@ -126,6 +127,7 @@ def gathered_on(to_rank: int, value: T | None) -> list[T | None]:
     nothing, while torch's own gather takes as many bytes of each rank as of the one that has most.
     """
     rank, data = dist.get_rank(), b"" if value is None else pickle.dumps(value)
+    # Sizes first: `to_rank` must know from whom something comes, and how much room it takes.
     sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64)
     sizes[rank] = len(data)
     dist.all_reduce(sizes)

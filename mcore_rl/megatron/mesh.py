@@ -99,7 +99,7 @@ def seed_ranks(seed: int) -> None:
     # Megatron adds offsets for tensor and expert parallelism by itself, for the pipeline it leaves them to the caller.
     tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
     random.seed(seed + dist.get_rank())
-    np.random.seed((seed + dist.get_rank()) % 2**32)
+    np.random.seed((seed + dist.get_rank()) % 2**32)  # numpy takes no larger seed
 
 
 def is_first_chunk(chunk: int | None) -> bool:

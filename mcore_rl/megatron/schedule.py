@@ -167,6 +167,7 @@ def _router_losses(
     if head is not None and any(
         router.is_aux_loss_enabled() or router.config.moe_z_loss_coeff for router in all_routers
     ):
+        # float32 counts exactly up to 2^24 alone, which a large batch exceeds.
         totals = torch.zeros(2, dtype=torch.float64, device=all_routers[0].weight.device)
         for microbatch in microbatches:
             totals[0] += head.count(microbatch)

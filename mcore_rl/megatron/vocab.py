@@ -391,6 +391,7 @@ class _ForwardKL(torch.autograd.Function):
             found_NX[chunk, -1] = _outside(logprobs_Cv.exp_(), column_CK, here_CK).sum(dim=1)
         if shard.tp.size > 1:
             dist.all_reduce(found_NX, group=shard.tp.group)
+        # A rest that is rounded to 0 would make the KL infinite.
         p_rest_N = found_NX[:, -1].clamp(min=torch.finfo(found_NX.dtype).tiny)
         kl_N: Tensor = (torch.special.xlogy(q_NK, q_NK) - q_NK * found_NX[:, :-1]).sum(dim=1)
         kl_N += torch.special.xlogy(rest_N, rest_N / p_rest_N)

@@ -243,6 +243,7 @@ def _draw(chunks: Sequence[nn.Module], seed: int) -> None:
         indices = tuple(index for index in shard.where if isinstance(index, int))
         inside = shard.where[len(indices) :]
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {shard.key} {indices}".encode()))
+        # All of A is drawn for a part of it: so the numbers do not depend on the mesh.
         whole = torch.empty(shard.global_shape[len(indices) :])
         bound = 1 / math.sqrt(shard.global_shape[-1])
         shard.data.copy_(whole.uniform_(-bound, bound, generator=generator)[inside])

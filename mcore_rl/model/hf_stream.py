@@ -228,6 +228,7 @@ class WeightStream:
     @torch.no_grad()
     def _send(self, owner: int, message: Sequence[tuple[str, _Piece]], shards: Mapping[int, LocalShard]) -> None:
         parts = [_elements(shards, piece).reshape(-1) for _, piece in message]
+        # As bytes: not every backend sends every type.
         dist.send(torch.cat(parts).view(torch.uint8), owner, group=self._mesh.world.group)
 
     @torch.no_grad()

@@ -16,25 +16,11 @@ from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.cluster import ClusterConfig, RatesConfig
 from mcore_rl.config.load import load_config
 from mcore_rl.errors import ConfigError, DataError
+from mcore_rl.planning import step as timing
 from mcore_rl.planning.device import Device, Rates, Span, device_of, known_device, rates_of, span_of_step
 from mcore_rl.planning.layer_times import Workload, workload_of
 from mcore_rl.planning.memory import GIB, Memory, main_memory_of_fullest_node, memory_by_stage
 from mcore_rl.planning.rollout import KnownParts, RlStep, engine_of, rl_step, with_lengths
-from mcore_rl.planning.step import (
-    MAX_PASSES,
-    ChunkTimes,
-    Sensitivity,
-    Simulation,
-    chunks_in_flight,
-    imbalance_costs,
-    model_tflops,
-    sensitivities,
-    simulate_mesh,
-    step,
-    step_times,
-    tokens_per_s,
-    unit_times,
-)
 from mcore_rl.planning.training import Training, training_of
 
 
@@ -113,7 +99,7 @@ class StepEstimate:
     """Likely model TFLOP/s of each device."""
     shares: dict[str, float]
     """Fractions of the step by activity, the largest first."""
-    limits: list[Sensitivity]
+    limits: list[timing.Sensitivity]
     imbalance: dict[float, float]
     """Load of the fullest rank's experts (multiple of the mean) -> fraction of the speed that is lost; may be empty."""
 
@@ -174,8 +160,8 @@ def estimate(training: Training, place: Place) -> Estimate:
     if work is not None:
         microbatches = work.num_microbatches
     simulation = None
-    if mesh.pp > 1 and 2 * microbatches * mesh.vpp * mesh.pp <= MAX_PASSES:
-        simulation = simulate_mesh(times_of(training, place), mesh, microbatches)
+    if mesh.pp > 1 and 2 * microbatches * mesh.vpp * mesh.pp <= timing.MAX_PASSES:
+        simulation = timing.simulate_mesh(times_of(training, place), mesh, microbatches)
     if training.layers == "te" and training.platform.layers == "auto" and not isinf(place.room_bytes):
         warnings.append(
             'activations are those of TransformerEngine\'s layers, which platform.layers="auto" takes where it is '
@@ -187,7 +173,7 @@ def estimate(training: Training, place: Place) -> Estimate:
         place=place,
         num_microbatches=microbatches,
         stages=stages,
-        chunks_alive=chunks_in_flight(mesh, fullest, microbatches),
+        chunks_alive=timing.chunks_in_flight(mesh, fullest, microbatches),
         step=None if work is None else step_estimate(work, simulation),
         bubble=None if simulation is None else simulation.bubble,
         warnings=warnings,
@@ -196,15 +182,15 @@ def estimate(training: Training, place: Place) -> Estimate:
     )
 
 
-def times_of(training: Training, place: Place) -> ChunkTimes:
+def times_of(training: Training, place: Place) -> timing.ChunkTimes:
     """Return the times of all passes, in seconds if the device is known, else in layers."""
     work = place.workload(training)
-    return unit_times(training.model, training.mesh) if work is None else step_times(work)
+    return timing.unit_times(training.model, training.mesh) if work is None else timing.step_times(work)
 
 
-def step_estimate(work: Workload, simulation: Simulation | None) -> StepEstimate:
+def step_estimate(work: Workload, simulation: timing.Simulation | None) -> StepEstimate:
     """Return the seconds of a step with its limits, with the simulation's bubble if there was a simulation."""
-    parts = dict(step(work).parts)
+    parts = dict(timing.step(work).parts)
     if simulation is not None:
         # The closed form is right for equal stages and free messages.
         parts["bubble"] = simulation.seconds - max(simulation.busy_s)
@@ -212,13 +198,13 @@ def step_estimate(work: Workload, simulation: Simulation | None) -> StepEstimate
     seconds = sum(parts.values())
     shares = {name: part / seconds for name, part in parts.items()}
     is_open = work.model.is_moe and work.mesh.ep > 1 and work.rates.imbalance is None
-    costs = imbalance_costs(work, LOADS) if is_open else []
+    costs = timing.imbalance_costs(work, LOADS) if is_open else []
     return StepEstimate(
         span=span_of_step(seconds, str(work.model.family), work.device.name, work.rates, has_adapters=work.lora.is_on),
-        tokens_per_s=tokens_per_s(work, seconds),
-        model_tflops=model_tflops(work, seconds),
+        tokens_per_s=timing.tokens_per_s(work, seconds),
+        model_tflops=timing.model_tflops(work, seconds),
         shares=dict(sorted(shares.items(), key=lambda share: -share[1])),
-        limits=sensitivities(work),
+        limits=timing.sensitivities(work),
         imbalance=dict(zip(LOADS, costs, strict=False)),
     )
 
@@ -279,7 +265,7 @@ def calibrated(training: Training, place: Place, records: Sequence[Mapping[str, 
         )
 
     def measured(*names: str) -> float:
-        values = [sum(float(str(step.get(name, 0.0))) for name in names) for step in timed[WARMING_UP:]]
+        values = [sum(float(str(record.get(name, 0.0))) for name in names) for record in timed[WARMING_UP:]]
         return median(values)
 
     imbalance = place.rates.imbalance or imbalance_of_run(training.mesh.ep, timed[WARMING_UP:])
@@ -329,9 +315,9 @@ def fitted_speed(work: Workload, seconds: float) -> dict[str, float]:
     """Return the fields of RatesConfig (`host_layer_s`, `speed`) with which a step takes this many seconds."""
 
     def with_host(host_s: float) -> float:
-        return step(replace(work, rates=replace(work.rates, host_layer_s=host_s))).seconds
+        return timing.step(replace(work, rates=replace(work.rates, host_layer_s=host_s))).seconds
 
-    planned = step(work)
+    planned = timing.step(work)
     fields: dict[str, float] = {}
     if planned.parts.get("host waits", 0.0) >= LEAST_WAITS * planned.seconds:
         host_s = _where(with_host, seconds, 0.0, LARGEST_HOST_S)
@@ -341,7 +327,7 @@ def fitted_speed(work: Workload, seconds: float) -> dict[str, float]:
 
     def with_speed(slowness: float) -> float:
         config = RatesConfig(speed=1 / slowness, host_layer_s=fields.get("host_layer_s"))
-        return step(replace(work, rates=rates_of(config))).seconds
+        return timing.step(replace(work, rates=rates_of(config))).seconds
 
     fields["speed"] = 1 / _where(with_speed, seconds, 0.05, 20.0)
     return fields

@@ -93,6 +93,7 @@ def _computed(
 ) -> Tensor:
     """Collective over the world: return the logprobs of all answers under the reference."""
     state, start_s = run.state, time.perf_counter()
+    # Rank 0 decides: another rank may see a shared folder later, and would not join the passes below.
     has_trained = on_rank_zero(lambda: bool(saved_steps(run.folder.checkpoints)))
     with ExitStack() as stack:
         if has_trained or config.dpo.reference is not None:

@@ -249,6 +249,7 @@ class RoutingTape:
             problems = [problem for microbatch in self._microbatches for problem in microbatch.locations.problems]
         counts = Counter(sample for microbatch in self._microbatches for sample in microbatch.tokens.samples)
         problems += [f"sample {n} is in {count} microbatches" for n, count in counts.items() if count > 1]
+        # Before the hooks: where one rank alone raised, the others would wait in the pass's collectives.
         refuse_anywhere(problems, RoutingError)
         self._mode, self._compares = mode, compares
         for routers in self._routers.values():

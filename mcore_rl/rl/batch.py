@@ -339,6 +339,7 @@ def exchange_samples(
     for index, part in zip(order, parts, strict=True):
         num_tokens, num_completion = shapes[index].num_tokens, shapes[index].num_completion_tokens
         tokens_T, logprobs_C, teacher_c = part.split([num_tokens, num_completion, teacher_width * num_completion])
+        # Copies: a view of a few words would keep everything that was received in memory.
         found[index] = TrainedSample(
             tokens_T=tokens_T.long(),
             rollout_logprobs_C=logprobs_C.clone().view(torch.float32),
@@ -372,8 +373,8 @@ class LogprobHead(ReadsDeferredLogits):
     def __init__(self, mesh: Mesh, vocab_size: int, *, temperature: float, chunk_tokens: int) -> None:
         self._mesh = mesh
         self.vocab_size = vocab_size
-        self._temperature = temperature
-        self._chunk_tokens = chunk_tokens
+        settings = {"temperature": temperature, "chunk_tokens": chunk_tokens}
+        self._reading: dict[str, Any] = {"vocab_size": vocab_size, **settings}
 
     def logprobs_and_entropy(
         self, microbatch: PolicyMicrobatch, output: vocab.Logits, rows_N: Tensor
@@ -382,27 +383,14 @@ class LogprobHead(ReadsDeferredLogits):
         positions `rows_N`; zeros elsewhere.
         """
         return vocab.logprobs_and_entropy(
-            output[0],
-            microbatch.inputs.labels_Bs[0],
-            self._mesh.tp,
-            rows_N=rows_N,
-            vocab_size=self.vocab_size,
-            temperature=self._temperature,
-            chunk_tokens=self._chunk_tokens,
+            output[0], microbatch.inputs.labels_Bs[0], self._mesh.tp, rows_N=rows_N, **self._reading
         )
 
     def vocabulary(self, microbatch: PolicyMicrobatch, output: vocab.Logits) -> Tensor:
         """Collective over the tensor-parallel ranks: compute logprobs `[N, v]` over this rank's slice of the vocabulary
         at positions that predict a sampled completion token, float32 in main memory.
         """
-        return vocab.vocabulary_logprobs(
-            output[0],
-            microbatch.completion_rows_N,
-            self._mesh.tp,
-            vocab_size=self.vocab_size,
-            temperature=self._temperature,
-            chunk_tokens=self._chunk_tokens,
-        ).cpu()
+        return vocab.vocabulary_logprobs(output[0], microbatch.completion_rows_N, self._mesh.tp, **self._reading).cpu()
 
     def teacher_kl(self, microbatch: PolicyMicrobatch, output: vocab.Logits, *, limit_nats: float) -> Tensor | None:
         """Collective over the tensor-parallel ranks: KL(policy || teacher) over the vocabulary, `[T]` with gradient;
@@ -415,9 +403,7 @@ class LogprobHead(ReadsDeferredLogits):
             microbatch.teacher_vocabulary_Nv,
             microbatch.completion_rows_N,
             self._mesh.tp,
-            vocab_size=self.vocab_size,
-            temperature=self._temperature,
-            chunk_tokens=self._chunk_tokens,
+            **self._reading,
             limit_nats=limit_nats,
         )
 
@@ -429,16 +415,7 @@ class LogprobHead(ReadsDeferredLogits):
             return None
         rows_N = microbatch.inputs.rows_N
         ids_NK, logprobs_NK = microbatch.teacher_TW[rows_N, 1:].chunk(2, dim=1)
-        return vocab.forward_kl(
-            output[0],
-            ids_NK.long(),
-            logprobs_NK,
-            rows_N,
-            self._mesh.tp,
-            vocab_size=self.vocab_size,
-            temperature=self._temperature,
-            chunk_tokens=self._chunk_tokens,
-        )
+        return vocab.forward_kl(output[0], ids_NK.long(), logprobs_NK, rows_N, self._mesh.tp, **self._reading)
 
     def count(self, microbatch: PolicyMicrobatch) -> Tensor:
         """Return 0: there is no loss."""

@@ -46,6 +46,7 @@ class Drawn(NamedTuple):
 
 def uniforms(seeds_B: Tensor, positions_B: Tensor) -> Tensor:
     """Return numbers in (0, 1), float64. Each depends only on its int64 seed and position (a splitmix64 hash)."""
+    # The constants of splitmix64 as int64 has them, which wraps around as unsigned numbers do.
     mixed_B = seeds_B * -7046029254386353131 + positions_B * -4658895280553007687
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):
         mixed_B = (mixed_B ^ _shifted(mixed_B, shift)) * factor

@@ -448,6 +448,7 @@ def answer_logprobs(
     for chunk in state.chunks:
         chunk.train()
     if mesh.is_last_stage:
+        # Each answer has its number on one rank and 0 on the others: the sum brings it to all.
         dist.all_reduce(logprobs, group=mesh.dp_cp.group)
     if mesh.pp.size > 1:
         dist.broadcast(logprobs, group=mesh.pp.group, group_src=mesh.pp.size - 1)

@@ -90,6 +90,7 @@ def compute_gradients(
         chunk.train()
         chunk.zero_grad_buffer()
     state.optimizer.zero_grad()
+    # Copies: the pass moves the biases, before anybody knows whether the step will be skipped.
     biases = [
         (router.expert_bias, router.expert_bias.clone())
         for chunk in state.chunks

@@ -200,7 +200,7 @@ def weights_count_as_on_device(_: Any) -> Callable[..., Any]:
             on_host, on_device = {**group, "params": []}, {**group, "params": []}
             for weight in group["params"]:
                 is_offloaded = offloaded < total * offload_fraction
-                copy = weight.detach().clone().float()
+                copy = weight.detach().clone().float()  # without clone an fp32 weight would be its own copy
                 fp32_of[weight] = copy
                 if is_offloaded:
                     offloaded += weight.numel()

@@ -179,6 +179,7 @@ def _within_capacity(
     group = router.tp_cp_group
     if is_token_T is not None:
         routed_TE = routed_TE & is_token_T[:, None]
+    # -1 comes behind every gate, as no gate is negative.
     competing_TE = gates_TE.detach().float().masked_fill(~routed_TE, -1.0).contiguous()
     everywhere_TE = competing_TE
     if group.size() > 1:
@@ -186,6 +187,7 @@ def _within_capacity(
         dist.all_gather_into_tensor(everywhere_TE, competing_TE, group=group)
     factor = router.config.moe_expert_capacity_factor
     capacity = ((everywhere_TE >= 0).sum().double() / everywhere_TE.shape[1] * factor).ceil()
+    # Stable: equal gates keep the order of their tokens, on every rank the same.
     order_TE = everywhere_TE.argsort(dim=0, descending=True, stable=True)
     places_T = torch.arange(len(order_TE), device=order_TE.device)
     place_TE = torch.empty_like(order_TE).scatter_(0, order_TE, places_T[:, None].expand_as(order_TE))

@@ -90,7 +90,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        total = part.clone()
+        total = part.clone()  # all_reduce works in place, and the part may be saved for a backward pass
         dist.all_reduce(total, group=group)
         return total
 

@@ -177,6 +177,7 @@ class Critic:
         """Take an optimizer step on each minibatch with trained tokens, in every epoch, with `returns` as targets."""
         reports = []
         with self.state.residence.for_updates():
+            # A step without a gradient would still move the weights, by Adam's momentum.
             for minibatch in [each for each in minibatches if each.totals.num_tokens] * self._epochs:
                 microbatches = [microbatch.with_returns(returns) for microbatch in minibatch.microbatches]
                 # From the config, not from the routing: the proof must not depend on the routing it checks.

@@ -108,7 +108,7 @@ class Reference:
     def _swap(self) -> None:
         # One tensor at a time, so that no second set of weights is on the device.
         for stored, tensor in zip(self._weights, self._tensors(), strict=True):
-            other = tensor.detach().clone()
+            other = tensor.detach().clone()  # `get` overwrites the tensor
             stored.get(tensor)
             stored.put(other)
 

@@ -153,6 +153,7 @@ class RewardModel:
         self._head = ValueHead()
         self._packed_length = packed_length
         self._multiple = lcm(packed_multiple, LENGTH_MULTIPLE)
+        # Asked for: Megatron decides in which order data- and context-parallel ranks alternate in `dp_cp`.
         self._dp_ranks = [0] * mesh.dp_cp.size
         dist.all_gather_object(self._dp_ranks, mesh.dp.rank, group=mesh.dp_cp.group)
 
@@ -206,7 +207,7 @@ class RewardModel:
                 for begin, count in lengths
             )
         )
-        if not shapes:
+        if not shapes:  # on all ranks or on none: these are the texts of all replicas
             return []
         first = sum(map(len, of_ranks[: mesh.dp_cp.rank]))
         samples = {

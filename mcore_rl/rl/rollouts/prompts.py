@@ -47,6 +47,7 @@ class TaskProblem:
 
 def make_problem(config: PromptConfig, seed: int, index: int) -> Problem:
     """Generate a problem. The result depends only on the task, its sizes, the seed and the index."""
+    # Python hashes a text by SHA-512: the same numbers in every process, unlike hash().
     generator = random.Random(f"{config.task}/{config.smallest}-{config.largest}/{seed}/{index}")
     size = generator.randint(config.smallest, config.largest)
     make = TASKS.get(config.task) or load_extension("rl.prompts.task", config.task)
