@@ -11,7 +11,7 @@ from mcore_rl.data.shapes import refuse_labels
 from mcore_rl.errors import DataError
 from mcore_rl.storage.files import with_ending
 
-ENDINGS: dict[str, Literal["jsonl", "text"]] = {
+FORMATS: dict[str, Literal["jsonl", "text"]] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".json": "jsonl",
@@ -105,7 +105,7 @@ def _source(path: Path) -> InputFile:
 def format_of_endings(sources: Sequence[InputFile]) -> Literal["jsonl", "text"]:
     """Return the format that the files' suffixes mean. Raises DataError if they mean none, or several."""
     kinds = {
-        "jsonl" if records.is_table(source.path) else ENDINGS.get(records.unpacked_suffix(source.path))
+        "jsonl" if records.is_table(source.path) else FORMATS.get(records.unpacked_suffix(source.path))
         for source in sources
     }
     kind = kinds.pop()

@@ -252,7 +252,7 @@ OWN_NAMES = ("lock", PLAN, "shard-", "merged.", "replaced.")
 SHOWN_BAD_LINES = 10
 LOCK_WAIT_S = 3.0
 """Seconds to wait for the lock: workers of a killed run need a moment to end."""
-AGAIN = "Make room (or give write access) there, and run the same command again: it resumes."
+RUN_AGAIN = "Make room (or give write access) there, and run the same command again: it resumes."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -290,8 +290,8 @@ def preprocess(options: PreprocessOptions, console: Console) -> Sidecar:
         "sources": [asdict(source) for source in sources],
     }
     stamps = {} if files.with_ending(merged, ".json").exists() else _refuse_replacing(options)
-    files.make_folder(folder, f"{AGAIN} Or give another output.")
-    with files.disk_errors_explained(options.output.parent, AGAIN):
+    files.make_folder(folder, f"{RUN_AGAIN} Or give another output.")
+    with files.disk_errors_explained(options.output.parent, RUN_AGAIN):
         rivals = f"Wait for it to end, or give another output than {options.output}."
         with files.sole_writer(folder / "lock", wait_s=LOCK_WAIT_S, remedy=rivals):
             differing = _differing(folder, plan, options.overwrite)
@@ -346,7 +346,7 @@ def _make(
         console.print(f"{sidecar.bad_lines} bad lines were left out:{shown}", markup=False, soft_wrap=True)
     num_bytes, free = (sum(path.stat().st_size for path in folder.glob("shard-*")), shutil.disk_usage(folder).free)
     if free < num_bytes:
-        raise DataError(f"{folder}: joining the parts takes {num_bytes} bytes, and {free} are free. {AGAIN}")
+        raise DataError(f"{folder}: joining the parts takes {num_bytes} bytes, and {free} are free. {RUN_AGAIN}")
     checksums = merge_shards(shards, reports, folder, folder / "merged", tokenizer.vocab_size)
     sidecar = replace(sidecar, bin_crc32=checksums[0], idx_crc32=checksums[1])
     files.write_atomically(folder / "merged.json", sidecar.to_json())
