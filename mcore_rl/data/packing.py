@@ -162,7 +162,7 @@ def plan_minibatches(
     plan each. Every sample is in one microbatch of one rank; positions are spread about evenly over ranks and
     microbatches.
     """
-    samples = sorted(lengths)
+    samples = sorted(lengths)  # ranks may have filled the dict in different orders
     size, num_larger = divmod(len(samples), num_minibatches)
     plans, begin = [], 0
     for index in range(num_minibatches):
@@ -195,6 +195,7 @@ def lay_out(lengths: dict[int, int], dp_size: int, limits: PackingLimits) -> Min
 def _balance(lengths: dict[int, int], num_parts: int) -> list[list[int]]:
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     totals = [(0, part) for part in range(num_parts)]
+    # The index decides between equal lengths: every rank must make the same plan.
     for sample in sorted(lengths, key=lambda sample: (-lengths[sample], sample)):
         total, part = heappop(totals)
         parts[part].append(sample)

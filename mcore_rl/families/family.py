@@ -5,20 +5,8 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from mcore_rl.config.model import ModelConfig, Switch
+from mcore_rl.families import rules as weight_rules
 from mcore_rl.families.config_json import HfConfig
-from mcore_rl.families.rules import (
-    ExpertLayout,
-    LayerNames,
-    MoENames,
-    decoder_layers,
-    duplicates,
-    feed_forward,
-    grouped_query,
-    latent,
-    mtp,
-    mtp_layers,
-    outer,
-)
 from mcore_rl.families.weight_map import DuplicateTensor, WeightRule
 
 OFF: tuple[Switch, ...] = ("off",)
@@ -84,7 +72,7 @@ class Family(ABC):
     """A group of experts is ranked by the scores of this many best experts; None for a family without groups."""
     mtp_prefix: str | None = None
     """Name prefix of all tensors of MTP layers; None if they are numbered after the model's layers."""
-    moe_names: MoENames = MoENames()
+    moe_names: weight_rules.MoENames = weight_rules.MoENames()
     """Hugging Face's names of the tensors in an MoE layer."""
 
     @abstractmethod
@@ -129,27 +117,31 @@ class Family(ABC):
             arguments["layernorm_zero_centered_gamma"] = True
         return arguments | (delta_nets(model) if "delta" in model.mixers else {})
 
-    def rules(self, model: ModelConfig, experts: ExpertLayout) -> Iterator[WeightRule]:
+    def rules(self, model: ModelConfig, experts: weight_rules.ExpertLayout) -> Iterator[WeightRule]:
         """Yield a rule for each Megatron tensor or slice of a tensor; an export applies the same rules backwards."""
-        yield from outer(model)
-        for layer in (*decoder_layers(model), *mtp_layers(model)):
+        yield from weight_rules.outer(model)
+        for layer in (*weight_rules.decoder_layers(model), *weight_rules.mtp_layers(model)):
             yield from self.layer_rules(model, layer, experts)
-        yield from mtp(model)
+        yield from weight_rules.mtp(model)
 
     def duplicates(self, model: ModelConfig) -> Iterator[DuplicateTensor]:
         """Yield the tensors in Hugging Face checkpoints that repeat another tensor."""
-        yield from duplicates(model)
+        yield from weight_rules.duplicates(model)
 
-    def layer_rules(self, model: ModelConfig, layer: LayerNames, experts: ExpertLayout) -> Iterator[WeightRule]:
+    def layer_rules(
+        self, model: ModelConfig, layer: weight_rules.LayerNames, experts: weight_rules.ExpertLayout
+    ) -> Iterator[WeightRule]:
         """Yield the rules of one transformer layer."""
         yield from self.attention_rules(model, layer)
-        yield from feed_forward(model, layer, experts, self.moe_names, has_shared_gate=self.has_shared_expert_gate)
+        yield from weight_rules.feed_forward(
+            model, layer, experts, self.moe_names, has_shared_gate=self.has_shared_expert_gate
+        )
 
-    def attention_rules(self, model: ModelConfig, layer: LayerNames) -> Iterator[WeightRule]:
+    def attention_rules(self, model: ModelConfig, layer: weight_rules.LayerNames) -> Iterator[WeightRule]:
         """Yield the rules of one layer's attention and of the norm before it."""
         if self.is_latent:
-            return latent(model, layer)
-        return grouped_query(
+            return weight_rules.latent(model, layer)
+        return weight_rules.grouped_query(
             model,
             layer,
             has_bias=self.has_qkv_bias(model),

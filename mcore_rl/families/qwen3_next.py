@@ -6,18 +6,9 @@ from typing import Any, Literal
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.families import config_json as hf
+from mcore_rl.families import rules as weight_rules
 from mcore_rl.families.config_json import HfConfig
 from mcore_rl.families.family import Family
-from mcore_rl.families.rules import (
-    ExpertLayout,
-    LayerNames,
-    MoENames,
-    decoder_layers,
-    delta_net,
-    mtp_layers,
-    outer,
-    tied_output,
-)
 from mcore_rl.families.weight_map import DuplicateTensor, HfRows, WeightRule
 
 FRACTION = 0.25
@@ -38,7 +29,7 @@ class Qwen3Next(Family):
         *("delta.full_every", "rope.fraction", "mtp_layers", "moe.first_dense_layers", "moe.shared_experts"),
         *("moe.shared_ffn_hidden_size",),
     )
-    moe_names = MoENames(shared="shared_expert")
+    moe_names = weight_rules.MoENames(shared="shared_expert")
     mtp_prefix = "mtp."
 
     def from_hf(self, config: HfConfig) -> dict[str, Any]:
@@ -74,15 +65,15 @@ class Qwen3Next(Family):
         if model.mtp_layers > 1:
             yield f"model.mtp_layers={model.mtp_layers}: {self.model_type} has one. Set it to 1 or 0."
 
-    def rules(self, model: ModelConfig, experts: ExpertLayout) -> Iterator[WeightRule]:
+    def rules(self, model: ModelConfig, experts: weight_rules.ExpertLayout) -> Iterator[WeightRule]:
         """Yield a rule for each Megatron tensor or slice of a tensor."""
-        yield from outer(model)
-        for layer in decoder_layers(model):
+        yield from weight_rules.outer(model)
+        for layer in weight_rules.decoder_layers(model):
             yield from self.layer_rules(model, layer, experts)
         hidden = model.hidden_size
-        for layer in mtp_layers(model):
+        for layer in weight_rules.mtp_layers(model):
             yield from self.layer_rules(model, replace(layer, hf="mtp.layers.0."), experts)
-            around = LayerNames(hf="mtp.", mcore="mtp.layers.0.", is_moe=False)
+            around = weight_rules.LayerNames(hf="mtp.", mcore="mtp.layers.0.", is_moe=False)
             yield around.vector("enorm.weight", "pre_fc_norm_embedding.weight", hidden)
             yield around.vector("hnorm.weight", "pre_fc_norm_hidden.weight", hidden)
             yield around.matrix("eh_proj.weight", 2 * hidden, ("fc.weight", hidden))
@@ -90,13 +81,13 @@ class Qwen3Next(Family):
 
     def duplicates(self, model: ModelConfig) -> Iterator[DuplicateTensor]:
         """Yield the output layer if it is tied; MTP layers have no embeddings of their own."""
-        return tied_output(model)
+        return weight_rules.tied_output(model)
 
-    def attention_rules(self, model: ModelConfig, layer: LayerNames) -> Iterator[WeightRule]:
+    def attention_rules(self, model: ModelConfig, layer: weight_rules.LayerNames) -> Iterator[WeightRule]:
         """Yield the rules of one layer's attention or gated delta net, and of the norm before it."""
         if layer.mixer == "attention":
             return super().attention_rules(model, layer)
-        return delta_net(model, layer, self.projections(model, layer.hf + "linear_attn."))
+        return weight_rules.delta_net(model, layer, self.projections(model, layer.hf + "linear_attn."))
 
     def projections(self, model: ModelConfig, prefix: str) -> Mapping[str, Sequence[HfRows]]:
         """Return the rows of a delta net's projection, contiguous for each key head: query, key, values and gates in

@@ -26,18 +26,8 @@ from mcore_rl.config.load import files_of, kind_of, load_config
 from mcore_rl.config.pipeline import ConversionStage, PipelineConfig, TrainingStage
 from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError, McoreRlError
-from mcore_rl.launch import slurm
+from mcore_rl.launch import planning, slurm
 from mcore_rl.launch.job import JOB_SH, JobOptions, render
-from mcore_rl.launch.planning import (
-    FOUND,
-    Allowances,
-    PlannedJob,
-    conversion_text,
-    in_use_violations,
-    plan_check,
-    plan_conversion,
-    plan_training,
-)
 from mcore_rl.launch.records import LOCK, SCRIPT, Submission, done, record
 from mcore_rl.storage.files import shipped, sole_writer
 from mcore_rl.storage.run_config import load_run_config
@@ -204,11 +194,11 @@ def _overriding(name: str, value: str, slurm: SlurmConfig) -> Iterator[str]:
         yield f"{name}={value} of this shell would replace what `mcore-rl launch` sets by {by}. Unset it."
 
 
-def _await_check(plan: PlannedJob, job: str) -> int:
+def _await_check(plan: planning.PlannedJob, job: str) -> int:
     # Returns the job's exit status, 0 or 1.
     while slurm.in_queue([job]):
         time.sleep(CHECK_POLL_S)
-    report = plan.folder / FOUND / REPORT
+    report = plan.folder / planning.FOUND / REPORT
     if not report.exists():
         raise slurm.SlurmError(
             f"job {job} has ended without a report of its nodes. {plan.job.run_dir}/logs/{job}.log says why."
@@ -218,12 +208,12 @@ def _await_check(plan: PlannedJob, job: str) -> int:
     return 0 if text.splitlines()[-1] == SOUND else 1
 
 
-def _plans(args: argparse.Namespace, cluster: ClusterConfig) -> Iterator[PlannedJob]:
+def _plans(args: argparse.Namespace, cluster: ClusterConfig) -> Iterator[planning.PlannedJob]:
     program = args.program or kind_of(args.config, args.overrides)
     if program not in (*PROGRAMS, PIPELINE):
         raise ConfigError(f"{args.config} is a config of {program}, which is no job. Give it to {READERS[program]}.")
     options = JobOptions(**{option.name: getattr(args, option.name) for option in fields(JobOptions)})
-    allowances = Allowances(
+    allowances = planning.Allowances(
         force=args.force, tp_across_nodes=args.allow_tp_across_nodes, absent=bool(args.dependency) or args.dry_run
     )
     if args.check and (program == PIPELINE or options.array or options.servers):
@@ -237,10 +227,10 @@ def _plans(args: argparse.Namespace, cluster: ClusterConfig) -> Iterator[Planned
     config = load_run_config(PROGRAMS[program].config, args.config, args.overrides)
     if args.check:
         run_dir = Path(config.run_dir)
-        plan = plan_check(run_dir, cluster, args.nodes, options=options, allowances=allowances)
+        plan = planning.plan_check(run_dir, cluster, args.nodes, options=options, allowances=allowances)
         yield replace(plan, modes=_modes(args.cluster, None))
         return
-    plan = plan_training(program, config, cluster, args.nodes, options=options, allowances=allowances)
+    plan = planning.plan_training(program, config, cluster, args.nodes, options=options, allowances=allowances)
     yield replace(plan, modes=_modes(args.cluster, args.config))
 
 
@@ -262,8 +252,8 @@ def _pipeline(
     args: argparse.Namespace,
     cluster: ClusterConfig,
     options: JobOptions,
-    allowances: Allowances,
-) -> Iterator[PlannedJob]:
+    allowances: planning.Allowances,
+) -> Iterator[planning.PlannedJob]:
     """Yield the jobs of unfinished stages; a dependency names the stage before, as its job id is not known yet."""
     refused = [name for name in ("array", "servers") if getattr(options, name)]
     if args.nodes or refused:
@@ -296,12 +286,14 @@ def _pipeline(
             dependency=f"afterok:{before}" if before else options.dependency,
         )
         if isinstance(stage, ConversionStage):
-            plan = plan_conversion(stage, run_dir, cluster, options=stage_options, allowances=allowances)
+            plan = planning.plan_conversion(stage, run_dir, cluster, options=stage_options, allowances=allowances)
             yield replace(plan, modes=_modes(args.cluster, None))
             outputs = {Path(word).absolute() for word in stage.arguments}
         else:
             config = _config(name, stage)
-            plan = plan_training(name, config, cluster, stage.nodes, options=stage_options, allowances=allowances)
+            plan = planning.plan_training(
+                name, config, cluster, stage.nodes, options=stage_options, allowances=allowances
+            )
             outputs = {run_dir}
             yield replace(plan, modes=_modes(args.cluster, Path(str(stage.config))))
         allowances = replace(allowances, promised=allowances.promised | outputs)
@@ -322,12 +314,12 @@ def _run_dir(pipeline: PipelineConfig, name: str, stage: TrainingStage | Convers
 def _finished(run_dir: Path, stage: TrainingStage | ConversionStage) -> str:
     """Return the text of the stage's DONE; empty where it has not finished, or has converted something else."""
     text = done(run_dir)
-    if isinstance(stage, ConversionStage) and text != conversion_text(stage):
+    if isinstance(stage, ConversionStage) and text != planning.conversion_text(stage):
         return ""
     return text
 
 
-def _show(plans: Sequence[PlannedJob], code: Code) -> int:
+def _show(plans: Sequence[planning.PlannedJob], code: Code) -> int:
     # Slurm is asked about the first script only, which depends on no other stage.
     _show_scripts(plans)
     if code.changed:
@@ -342,11 +334,11 @@ def _show(plans: Sequence[PlannedJob], code: Code) -> int:
     return 0
 
 
-def _show_scripts(plans: Iterable[PlannedJob]) -> None:
+def _show_scripts(plans: Iterable[planning.PlannedJob]) -> None:
     sys.stdout.write("\n".join(render(plan.job) for plan in plans))
 
 
-def _submit_all(plans: Sequence[PlannedJob], code: Code) -> list[str]:
+def _submit_all(plans: Sequence[planning.PlannedJob], code: Code) -> list[str]:
     """Submit the jobs and return their ids; when Slurm refuses a job, the jobs before it are cancelled."""
     jobs: list[str] = []
     for index, plan in enumerate(plans):
@@ -367,7 +359,7 @@ def _submit_all(plans: Sequence[PlannedJob], code: Code) -> list[str]:
     return jobs
 
 
-def _submit(plan: PlannedJob, code: Code, after: str = "") -> str:
+def _submit(plan: planning.PlannedJob, code: Code, after: str = "") -> str:
     """Submit a job, which waits for the job of the run in folder `after`, and return its id; a refused job leaves no
     folder.
 
@@ -379,7 +371,7 @@ def _submit(plan: PlannedJob, code: Code, after: str = "") -> str:
             (run_dir / "logs").mkdir(parents=True, exist_ok=True)
             plan.folder.parent.mkdir(exist_ok=True)
             _lock(claim, plan.folder.parent / LOCK)
-            refuse(list(in_use_violations(run_dir)))
+            refuse(list(planning.in_use_violations(run_dir)))
             with ExitStack() as undo:
                 _make(plan.folder)
                 undo.callback(shutil.rmtree, plan.folder, ignore_errors=True)
@@ -424,7 +416,7 @@ def _write(path: Path, text: str, modes: Mapping[str, int]) -> None:
         file.write(text)
 
 
-def _submission(plan: PlannedJob, code: Code, job: str, after: str) -> Submission:
+def _submission(plan: planning.PlannedJob, code: Code, job: str, after: str) -> Submission:
     return Submission(
         job=job,
         program=plan.program,

@@ -8,12 +8,7 @@ from typing import Any, ClassVar
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_decoder_block_spec,
-    get_gpt_mtp_block_spec,
-    get_gpt_mtp_block_spec_for_backend,
-    get_mlp_module_spec_for_backend,
-)
+from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -84,7 +79,7 @@ def provider_of(config: TransformerConfig) -> TorchSpecProvider:
 def block_spec(config: TransformerConfig, *, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Return the specs of the layers in this rank's chunk `vp_stage`."""
     if config.layers == "te":
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+        return gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     kinds = layer_kinds(config)[first : first + count]
@@ -104,12 +99,12 @@ def mtp_spec(config: TransformerConfig, *, vp_stage: int | None) -> Any:
     if not config.mtp_num_layers:
         return None
     if config.layers == "te":
-        last = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+        last = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
         layer = last.layer_specs[-1] if last.layer_specs else None
-        return get_gpt_mtp_block_spec(config, layer, use_transformer_engine=True, vp_stage=vp_stage)
+        return gpt_layer_specs.get_gpt_mtp_block_spec(config, layer, use_transformer_engine=True, vp_stage=vp_stage)
     mixer: Mixer = "attention" if config.indexer.top_k is None else "indexed"
     layer = _layer_spec(config, LayerKind(mixer, layer_kinds(config)[-1].is_moe), None)
-    return get_gpt_mtp_block_spec_for_backend(config, layer, provider_of(config), vp_stage=vp_stage)
+    return gpt_layer_specs.get_gpt_mtp_block_spec_for_backend(config, layer, provider_of(config), vp_stage=vp_stage)
 
 
 def output_layer(config: TransformerConfig) -> type[linear.OutputLayer]:
@@ -154,7 +149,7 @@ def _layer_spec(config: TransformerConfig, kind: LayerKind, slot: int | None) ->
         )
     if not is_moe:
         renamed["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
-    mlp: Any = get_mlp_module_spec_for_backend(
+    mlp: Any = gpt_layer_specs.get_mlp_module_spec_for_backend(
         backend=provider, num_experts=config.num_moe_experts if is_moe else None, moe_grouped_gemm=True
     )
     submodules = TransformerLayerSubmodules(

@@ -119,6 +119,7 @@ def _computed(
                 source,
                 head,
                 groups_at_a_time=GROUPS_AT_A_TIME * state.mesh.dp.size,
+                # The pass over all data may take hours: each batch has the time of a save.
                 before_each=partial(run.watchdog.begin, "pause"),
             )
     run.log.message(

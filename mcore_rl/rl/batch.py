@@ -334,7 +334,7 @@ def exchange_samples(
     received = torch.empty(sum(sizes_in), dtype=torch.int32, device=device)
     dist.all_to_all_single(received, words.to(device), sizes_in, sizes_out, group=dp_cp.group)
     order = [index for indices in incoming for index in indices]
-    parts = received.cpu().split([num_words(index) for index in order])
+    parts = received.cpu().split([num_words(index) for index in order])  # one copy to the host for all samples
     found = {}
     for index, part in zip(order, parts, strict=True):
         num_tokens, num_completion = shapes[index].num_tokens, shapes[index].num_completion_tokens

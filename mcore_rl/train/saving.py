@@ -101,6 +101,7 @@ class Checkpoints:
         step = self._state.progress.step
         if self._pending is not None and step == self._pending.step:
             return
+        # Rank 0 alone looks: a user may delete the folder between the looks of two ranks.
         if step == self._saved_step and on_rank_zero(checkpoint.path_of_step(self._folder, step).exists):
             return
         self._wait_for_pending()

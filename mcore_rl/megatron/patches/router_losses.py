@@ -186,6 +186,7 @@ def _within_capacity(
         everywhere_TE = competing_TE.new_empty(group.size() * len(competing_TE), competing_TE.shape[1])
         dist.all_gather_into_tensor(everywhere_TE, competing_TE, group=group)
     factor = router.config.moe_expert_capacity_factor
+    # In float32 a count of more than 2^24 choices would be rounded.
     capacity = ((everywhere_TE >= 0).sum().double() / everywhere_TE.shape[1] * factor).ceil()
     # Stable: equal gates keep the order of their tokens, on every rank the same.
     order_TE = everywhere_TE.argsort(dim=0, descending=True, stable=True)

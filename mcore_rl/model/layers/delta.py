@@ -6,13 +6,8 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.tensor_parallel import (
-    all_to_all,
-    checkpoint,
-    copy_to_tensor_model_parallel_region,
-    get_cuda_rng_tracker,
-)
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
@@ -309,7 +304,7 @@ class GatedDeltaNet(MegatronModule):
         for weight in (self.conv1d.weight, self.A_log, self.dt_bias):
             set_tensor_model_parallel_attributes(weight, True, 0, 1)
         if config.perform_initialization:
-            with torch.no_grad(), get_cuda_rng_tracker().fork():
+            with torch.no_grad(), tensor_parallel.get_cuda_rng_tracker().fork():
                 # As torch initializes a depthwise convolution, and with the published models' decay rates.
                 bound = config.linear_conv_kernel_dim**-0.5
                 self.conv1d.weight.uniform_(-bound, bound)
@@ -345,7 +340,9 @@ class GatedDeltaNet(MegatronModule):
         outputs = partial(self._outputs, grid=chunk_grid(of_row * num_rows, tokens_TP.device))
         operands = tokens_TP, *self._weights(rank, ranks)
         # Without recomputation the rule would keep fifty times the size of its inputs for the backward pass.
-        mixed_TU = checkpoint(outputs, False, *operands) if torch.is_grad_enabled() else outputs(*operands)
+        mixed_TU = (
+            tensor_parallel.checkpoint(outputs, False, *operands) if torch.is_grad_enabled() else outputs(*operands)
+        )
         mixed = mixed_TU.unflatten(0, (num_rows, length)).transpose(0, 1)
         if order is not None:
             mixed = self._returned(mixed, order.back)
@@ -378,7 +375,7 @@ class GatedDeltaNet(MegatronModule):
             decay_H, bias_H = decay_H.chunk(ranks)[rank], bias_H.chunk(ranks)[rank]
         # The norm is replicated, and each tensor-parallel rank only sees its own heads: sum its gradients here, because
         # Megatron sums gradients of marked weights only under sequence parallelism.
-        norm_V = copy_to_tensor_model_parallel_region(self.out_norm.weight, group=self.tp_group)
+        norm_V = tensor_parallel.copy_to_tensor_model_parallel_region(self.out_norm.weight, group=self.tp_group)
         return HeadWeights(conv_CW, decay_H, bias_H, norm_V)
 
     def _outputs(self, tokens_TP: Tensor, *weights: Tensor, grid: ChunkGrid) -> Tensor:
@@ -424,13 +421,13 @@ class GatedDeltaNet(MegatronModule):
         ranks = self.cp_group.size()
         parts = [part.unflatten(-1, (ranks, -1)) for part in projected.split(self.sizes, -1)]
         by_rank = torch.cat(parts, -1).permute(2, 0, 1, 3).contiguous()
-        whole: Tensor = all_to_all(self.cp_group, by_rank)
+        whole: Tensor = tensor_parallel.all_to_all(self.cp_group, by_rank)
         return whole.flatten(0, 1).index_select(0, order)
 
     def _returned(self, mixed: Tensor, order: Tensor) -> Tensor:
         """Collective over the context-parallel group: return this rank's positions of all heads."""
         parts = mixed.index_select(0, order).unflatten(0, (self.cp_group.size(), -1)).contiguous()
-        own: Tensor = all_to_all(self.cp_group, parts)
+        own: Tensor = tensor_parallel.all_to_all(self.cp_group, parts)
         return own.permute(1, 2, 0, 3).flatten(2)
 
     def _cached(self, projected_TP: Tensor, cache: DeltaCache) -> Tensor:
