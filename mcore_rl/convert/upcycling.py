@@ -61,7 +61,6 @@ class MadeTensor:
     dense: str | None
     """Tensor of the dense model that it is computed from; None for a router."""
     scale: float = 1.0
-    """Factor on the dense model's values."""
 
 
 def plan_upcycle(source: Path, folder: Path, options: UpcycleOptions, settings: CopySettings) -> Conversion:

@@ -26,7 +26,6 @@ MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 BLOCK_TOKENS = 1 << 24
-"""Tokens read at a time."""
 SCANNED_BLOCKS = 8
 """Blocks of tokens that are looked at when the data has no sidecar and is larger than them."""
 

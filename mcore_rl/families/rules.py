@@ -54,7 +54,6 @@ class MoENames:
     """Hugging Face's names in an MoE layer; the defaults fit most families."""
 
     prefix: str = "mlp."
-    """Prefix of all tensors of the MoE layer."""
     gate: str = "gate_proj"
     """An expert's gate projection; the activation is applied to its output."""
     up: str = "up_proj"
@@ -62,7 +61,6 @@ class MoENames:
     down: str = "down_proj"
     """An expert's output matrix."""
     shared: str = "shared_experts"
-    """The MLP of the shared experts."""
     shared_gate: str = "shared_expert_gate"
     """The sigmoid gate on the shared experts' output, in families with such a gate."""
     bias: str = "gate.e_score_correction_bias"

@@ -43,7 +43,6 @@ class HfRows:
     """Rows start <= i < stop of a Hugging Face tensor; a row is one index of the first axis."""
 
     name: str
-    """Complete name of the tensor."""
     start: int
     stop: int
     step: int = 1

@@ -32,7 +32,6 @@ class RunStatus:
     job: str
     state: str
     attempts: int
-    """Number of starts."""
     step: float | None
     tokens_per_s_per_rank: float | None
     checkpoint: int | None

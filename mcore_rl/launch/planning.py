@@ -41,7 +41,6 @@ class Allowances:
     force: bool = False
     """Whether a memory estimate above the memory of a GPU is allowed."""
     tp_across_nodes: bool = False
-    """Whether tensor-parallel groups across nodes are allowed."""
     promised: frozenset[Path] = frozenset()
     """Paths that do not exist yet, because earlier jobs write them."""
     absent: bool = False
@@ -242,7 +241,6 @@ def _layout(training: Training, nodes: int, per_node: int) -> str:
 
 
 CHECK_FOLDER = "check"
-"""Folder in a run_dir of the jobs that check its nodes."""
 FOUND = "found"
 """Folder within a launch's where its nodes write their findings."""
 CHECK_TIME = "00:15:00"

@@ -29,7 +29,6 @@ class Submission:
     """One job that was submitted for a run."""
 
     job: str
-    """Id of the job in Slurm."""
     program: str
     name: str
     cluster: str

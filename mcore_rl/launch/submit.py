@@ -149,7 +149,6 @@ PIPELINE = "pipeline"
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """Errors of a file system without locks, as a Lustre that is mounted with `noflock`."""
 CHECK_POLL_S = 5.0
-"""Seconds between two looks at the queue, while a check runs."""
 OTHER_LAUNCH_S = 60.0
 """Seconds to wait for another launch of the same run, which copies the code and submits."""
 

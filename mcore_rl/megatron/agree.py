@@ -18,7 +18,6 @@ from mcore_rl.megatron.mesh import Mesh
 
 T = TypeVar("T")
 MAX_PROBLEMS = 5
-"""Problems of a rank that one message lists."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.0005, 0.1
 """Seconds between two looks at who has arrived: at first, and after a while."""
 NOTE_S, FIRST_REPORT_S = 5.0, 30.0

@@ -24,7 +24,6 @@ class Machine:
     """Device and ranks of a run, and the host of rank 0."""
 
     device: str
-    """Name of the device."""
     ranks: int
     cores: int
     memory_bytes: int

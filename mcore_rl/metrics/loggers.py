@@ -161,7 +161,6 @@ class TrackioSink(_RunSink):
 
 
 MOST_OF_TAG = 5000
-"""Maximum length of a tag in MLflow, in characters."""
 
 
 def _library(sink: str) -> Any:

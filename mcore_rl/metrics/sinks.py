@@ -292,6 +292,5 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
 }
 """Metrics that the console shows, in this order: metric -> label, format."""
 HEADER_ROWS = 20
-"""Rows of the table of steps below one header."""
 LEAST_NORM = 5e-4
 """Norm of a gradient below which its column shows 0.000."""

@@ -36,7 +36,6 @@ class LocalShard:
     where: tuple[int | slice, ...]
     """Region as one int or slice for each axis of the global tensor."""
     global_shape: tuple[int, ...]
-    """Shape of the whole tensor."""
     data: Tensor
     """View of the parameter or buffer: writing to it changes the model."""
     is_main: bool

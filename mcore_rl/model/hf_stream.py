@@ -62,7 +62,6 @@ class _Held:
     """A shard as other ranks need to know it: everything but its memory."""
 
     key: str
-    """Name of Megatron's global tensor."""
     where: Region
     """Region of the global tensor."""
     dtype: torch.dtype

@@ -53,7 +53,6 @@ class LayerActivations:
     tokens: int
     """Number of the microbatch's tokens on a rank, before sequence parallelism cuts them."""
     layers: Layers = "te"
-    """Implementation of the layers."""
     imbalance: float = 1.0
     """Tokens sent to the rank's experts, as a multiple of the mean over ranks."""
 

@@ -56,7 +56,6 @@ class SharedServer:
     """Bytes of an inference server on each of the trainer's GPUs that it shares (rl.engine.share_gpus)."""
 
     gpus: int
-    """Number of GPUs of the server."""
     weights: int
     bucket: int
     """The largest bucket of a push."""
@@ -523,7 +522,6 @@ class Disk:
     """Bytes that a run writes to its folder."""
 
     checkpoint: int
-    """Bytes of one checkpoint."""
     num_checkpoints: int
     """Largest number of checkpoints at one time: the kept checkpoints, and the checkpoint that is being written."""
     samples: int

@@ -23,7 +23,6 @@ class ModelOnRanks:
     """A model that a run has on its ranks, cut over them by the run's mesh."""
 
     name: str
-    """Name in messages, such as policy."""
     model: ModelConfig
     optim: OptimConfig | None
     """Its optimizer; None if it is not trained, and has neither gradients nor optimizer state."""
@@ -57,7 +56,6 @@ class Rollouts:
     """The work of reinforcement learning around its updates."""
 
     num_completions: int
-    """Completions of a rollout batch."""
     prompt_tokens: int
     """Maximum length of a prompt."""
     completion_tokens: int
@@ -89,7 +87,6 @@ class Training:
     mesh: MeshConfig
     platform: PlatformConfig
     layers: Layers
-    """Implementation of the layers on GPUs."""
     models: tuple[ModelOnRanks, ...]
     """Every model on the ranks; the first is the trained model, or the policy."""
     freezes_router: bool
@@ -100,7 +97,6 @@ class Training:
     micro_batch: int
     global_batch: int
     steps: int
-    """Optimizer steps of the whole run."""
     checkpoint: CheckpointConfig
     rollouts: Rollouts | None
     """None without reinforcement learning."""

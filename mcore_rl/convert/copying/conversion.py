@@ -103,7 +103,6 @@ class Conversion:
     named: Callable[[Path], None] = lambda _: None
     """Called with the output's path once it has its name; again after a kill."""
     notes: Sequence[str] = ()
-    """Sentences for the user."""
     check: Callable[[Path], None] | None = None
     """Raises a CheckpointError when the complete folder, before it has its final name, differs from the plan."""
 

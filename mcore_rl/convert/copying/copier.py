@@ -225,9 +225,7 @@ class CopyJob:
     conversion: Conversion
     settings: CopySettings
     out: Path
-    """Folder of the output so far."""
     records: Path
-    """Folder of the records of tasks that are done."""
 
     def record_file(self, task: CopyTask) -> Path:
         """Return the path of a task's record."""

@@ -62,7 +62,6 @@ class SavedTensor:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     storage_offset: int
-    """Index in the storage of the tensor's first element."""
 
 
 def find_tensor(data: archives.SliceableBytes, start: int, what: str) -> SavedTensor:

@@ -13,9 +13,7 @@ class PrefillRows(NamedTuple):
     begin: int
     """Index of the first token among the step's tokens."""
     end: int
-    """Index after the last token."""
     slot: int
-    """Index of the slot in the cache."""
     stop: int
     """Position after the last token: the number of positions in the slot after the step."""
 

@@ -81,7 +81,6 @@ class HeadNorms(NamedTuple):
     key: Tensor
     """Weight of the keys' norm, `[width]`."""
     eps: float
-    """Epsilon of both norms."""
 
 
 class _OnePass(NamedTuple):
