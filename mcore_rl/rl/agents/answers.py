@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 from typing_extensions import TypedDict
 
 from mcore_rl.data.chat import Chat, Conversation
-from mcore_rl.errors import DataError
+from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.rl.agents.endpoint import RefusedError
 from mcore_rl.rl.sampling import Cut
 from mcore_rl.rl.types import Completion
@@ -143,10 +143,13 @@ PARAMETER = re.compile(
 )
 THINKING = re.compile(r"^\s*(?:<think>)?(.*?)</think>\s*", re.S)
 PROBE = "mcorerlprobe"
+CHANNEL = "<|channel|>"
 
 
 def format_of(chat: Chat) -> str | None:
-    """Return the format in which the template renders a tool call; None if it is none of `FORMATS`."""
+    """Return the format in which the template renders a tool call; None if it is none of `FORMATS`. Raises ConfigError
+    for a template that writes an answer as several messages, each to a channel (gpt-oss).
+    """
     function = {"name": PROBE, "description": "", "parameters": {"type": "object"}}
     # Other patterns may fit the tools' description, which some templates show in the form of a call.
     wanted = ({"name": PROBE, "arguments": {"a": 1}}, {"name": PROBE, "arguments": {"a": "1"}})
@@ -160,6 +163,12 @@ def format_of(chat: Chat) -> str | None:
         with suppress(DataError):
             tools = ({"type": "function", "function": function},)
             text = chat.decode(chat.prompt(Conversation(messages=messages, tools=tools)))
+            if CHANNEL in text:
+                raise ConfigError(
+                    f"the chat template writes an answer as several messages, each to a channel ({CHANNEL}, gpt-oss's "
+                    "format), of which rl.agent reads none. Set data.chat_template to a file that writes one message "
+                    f'an answer, with calls in one of the formats {", ".join(FORMATS)}; without tools "plain" will do.'
+                )
             for kind in FORMATS:
                 if any(found in wanted for _, found in _calls(text, kind)):
                     return kind
@@ -228,12 +237,11 @@ def choice_of(
         pieces = [chat.decode([token]) for token in completion.tokens_T]
         choice["logprobs"] = {"tokens": pieces, "token_logprobs": [*completion.logprobs_T]}
         if message:
-            choice["logprobs"] = {
-                "content": [
-                    {"token": piece, "logprob": value, "bytes": [*piece.encode()], "top_logprobs": []}
-                    for piece, value in zip(pieces, completion.logprobs_T, strict=True)
-                ]
-            }
+            listed = [
+                {"token": piece, "logprob": value, "bytes": [*piece.encode()], "top_logprobs": []}
+                for piece, value in zip(pieces, completion.logprobs_T, strict=True)
+            ]
+            choice["logprobs"] = {"content": listed}
     if body.return_token_ids:
         choice["token_ids"] = [*completion.tokens_T]
     return choice
@@ -243,16 +251,13 @@ def answer_of(
     kind: str, body: Body, choices: Sequence[Mapping[str, Any]], prompt_T: Sequence[int], num_sampled: int
 ) -> dict[str, Any]:
     """Return an answer in OpenAI's form; `kind` is "chat.completion" or "text_completion"."""
+    usage = {"prompt_tokens": len(prompt_T), "completion_tokens": num_sampled}
     answer = {
         "id": f"{'chatcmpl' if kind == 'chat.completion' else 'cmpl'}-{secrets.token_hex(12)}",
         "object": kind,
         "created": int(time.time()),
         "model": body.model,
         "choices": [*choices],
-        "usage": {
-            "prompt_tokens": len(prompt_T),
-            "completion_tokens": num_sampled,
-            "total_tokens": len(prompt_T) + num_sampled,
-        },
+        "usage": {**usage, "total_tokens": sum(usage.values())},
     }
     return answer | ({"prompt_token_ids": [*prompt_T]} if body.return_token_ids else {})

@@ -183,13 +183,8 @@ def chunks_of(answer: Mapping[str, Any], body: Mapping[str, Any]) -> Iterator[di
 def events_of(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield a whole message as the events of Anthropic's stream, each block in one piece."""
     usage = message["usage"]
-    empty: dict[str, Any] = {
-        "content": [],
-        "stop_reason": None,
-        "stop_sequence": None,
-        "usage": {**usage, "output_tokens": 0},
-    }
-    yield {"type": "message_start", "message": {**message, **empty}}
+    empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
+    yield {"type": "message_start", "message": {**message, **empty, "usage": {**usage, "output_tokens": 0}}}
     begun: dict[str, Any]
     for n, block in enumerate(message["content"]):
         match block:

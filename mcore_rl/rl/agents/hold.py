@@ -39,7 +39,7 @@ from mcore_rl.rl.engines.base import Engine, Sampling, asking_or_none, sampling_
 from mcore_rl.rl.environments.conversations import failed_trials
 from mcore_rl.rl.rewards.score import NO_ANSWER, FailedPart
 from mcore_rl.rl.rollouts.transcript import turn_text
-from mcore_rl.rl.types import Completion, EpisodeEnd, Group, Prompt, single_version
+from mcore_rl.rl.types import Completion, Group, Prompt, single_version
 from mcore_rl.rl.workers import FailedScore, WorkerPool
 
 BEAT_S = 0.5
@@ -77,8 +77,8 @@ class AgentSessions:
         """
         self._rl, self._engine, self._chat, self._tokenizer, self._mesh = rl, engine, chat, tokenizer, mesh
         self._document_ends = frozenset(ends) - frozenset(rl.rollout.stop_tokens)
-        self._serves, chosen = serves, rl.agent.tool_format
-        self._tool_format = format_of(chat) if chosen == "auto" else chosen
+        self._serves, chosen, shown = serves, rl.agent.tool_format, format_of(chat)
+        self._tool_format = shown if chosen == "auto" else chosen
         self._limit = rl.prompts.max_tokens + rl.agent.max_tokens
         self._multiple = 1 if mesh is None else mesh.config.zigzag
         if self._multiple > 1:
@@ -282,7 +282,10 @@ class AgentSessions:
             common = common_length(sessions)
             # Without a common token, a prompt that is read by nothing.
             tokens_T = sessions[0].paths()[0][0].prompt_T[:common] or (self._tokenizer.eod_id,) * 2
-            completions = tuple(session.completion(common, _end(session)) for session in sessions)
+            completions = tuple(
+                session.completion(common, "failed" if session.failure is not None else session.refused or "done")
+                for session in sessions
+            )
             groups.append(Group(prompt=Prompt(problem=prompt.problem, tokens_T=tokens_T), completions=completions))
         return groups
 
@@ -423,10 +426,6 @@ class AgentSessions:
         if not prompt_T:
             raise RefusedError("prompt: it has no tokens")
         return prompt_T, (), ()
-
-
-def _end(session: Session) -> EpisodeEnd:
-    return "failed" if session.failure is not None else session.refused or "done"
 
 
 class _Trial(AgentSessions):

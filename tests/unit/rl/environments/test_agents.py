@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jinja2
@@ -20,7 +21,7 @@ from torch import nn
 
 from mcore_rl.data.chat import Conversation
 from mcore_rl.data.packing import PackingLimits
-from mcore_rl.errors import TrainingError
+from mcore_rl.errors import ConfigError, TrainingError
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.schedule import run_pass
 from mcore_rl.rl import workers
@@ -545,3 +546,14 @@ def test_sixty_four_sessions_of_twenty_calls_lose_nothing(theirs: Oracle, folder
     assert [one.episode.failure for group in groups for one in group.completions] == [None] * 64
     assert {len(one.episode.turns) for group in groups for one in group.completions} == {20}
     assert not any(one.segments for group in groups for one in group.completions)
+
+
+@pytest.mark.parametrize("tool_format", ["auto", "hermes"])
+def test_a_template_of_channels_is_refused_before_an_agent_runs(theirs: Oracle, tool_format: str) -> None:
+    """Gpt-oss's template writes a call as a message to the channel `commentary`, after one to `analysis`."""
+    chat = Written(
+        "<|start|>assistant to=functions.{{ name }}<|channel|>commentary json<|message|>{{ given | tojson }}<|call|>"
+    )
+    rl = agent_config(theirs.ours, "echo", tool_format=tool_format).rl
+    with pytest.raises(ConfigError, match=r'gpt-oss.*data.chat_template.*hermes.*"plain"'):
+        try_agent(rl, problems("a"), chat, SimpleNamespace(vocab_size=48, decode=str), ())
