@@ -18,7 +18,8 @@
 #             installs. Their jobs mostly wait.
 # test-sandbox runs programs in bubblewrap, Debian's, which it installs: as root.
 # test-adapters runs rl.environment's adapters with reasoning-gym and TextArena, which it installs beside .venv's packages.
-# test-agents runs agents with the official clients of OpenAI and Anthropic, and an OpenEnv server, from build/agents.
+# test-agents runs agents with the official clients of OpenAI and Anthropic, and an OpenEnv server, from build/agents,
+#             and a task of verifiers from build/verifiers: their packages cannot be installed together.
 # venv-vllm   .venv-vllm, with vLLM for CPUs (3.4 GB); PYTHON=/path/to/python3.11 names the interpreter
 # test-servers starts real vLLM servers, from .venv-vllm, on CPUs; figures go to bench/results/servers.json
 # test-loggers runs log.sinks with MLflow, SwanLab and Trackio, in an environment of its own, build/loggers.
@@ -91,7 +92,12 @@ test-agents: $(READY)
 	$(PYTHON_IN_VENV) -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
 		$$(echo build/agents/lib/python*/site-packages)/venv.pth
 	build/agents/bin/python -m pip install -q "openai>=2.54" "anthropic>=1" "openenv>=0.10"
-	PYTHONPATH=. build/agents/bin/python -m pytest tests/clients
+	PYTHONPATH=. build/agents/bin/python -m pytest tests/clients/test_clients.py tests/clients/test_openenv.py
+	$(PYTHON_IN_VENV) -m venv --system-site-packages build/verifiers
+	$(PYTHON_IN_VENV) -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+		$$(echo build/verifiers/lib/python*/site-packages)/venv.pth
+	build/verifiers/bin/python -m pip install -q "verifiers>=0.4,<0.5" uv
+	PATH="$(CURDIR)/build/verifiers/bin:$$PATH" PYTHONPATH=. build/verifiers/bin/python -m pytest tests/clients/test_verifiers.py
 
 test-loggers: $(READY)
 	$(PYTHON_IN_VENV) -m venv --system-site-packages build/loggers

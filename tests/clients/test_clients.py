@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,7 @@ import anthropic
 import openai
 import pytest
 
-from mcore_rl.config.mesh import MeshConfig
-from mcore_rl.config.run import PlatformConfig
-from mcore_rl.megatron.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks
-from mcore_rl.megatron.platform import start
+from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.rl.agents.run import Run
 from mcore_rl.rl.types import Completion
 from tests.conversing import chat_of, problems, write_tokenizer
@@ -84,15 +80,6 @@ def by_anthropic(run: Run) -> float:
     late = patient.messages.create(model=run.model, max_tokens=90, messages=[{"role": "user", "content": "slow"}])
     assert late.content[0].text == "late"
     return 1.0
-
-
-@pytest.fixture
-def mesh() -> Iterator[Mesh]:
-    start(PlatformConfig(layers="torch"))
-    mesh = build_mesh(MeshConfig())
-    seed_ranks(1)
-    yield mesh
-    destroy_mesh()
 
 
 @pytest.mark.parametrize("function", ["by_openai", "by_anthropic"])

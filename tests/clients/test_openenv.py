@@ -13,7 +13,6 @@ from openenv.core.env_server.interfaces import Environment
 from openenv.core.env_server.types import Action, Observation, State
 
 from mcore_rl.megatron.mesh import Mesh
-from tests.clients.test_clients import mesh  # noqa: F401  # a fixture
 from tests.conversing import chat_of, problems, write_tokenizer
 from tests.hf_models import oracle
 from tests.sessions import Scripted, agent_config, run_sessions
@@ -64,7 +63,7 @@ def url() -> Iterator[str]:
     thread.join()
 
 
-def test_an_episode_of_openenv_is_a_session_with_its_rewards(url: str, mesh: Mesh, tmp_path: Path) -> None:  # noqa: F811
+def test_an_episode_of_openenv_is_a_session_with_its_rewards(url: str, mesh: Mesh, tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path)
     config = agent_config(oracle("qwen3_moe").ours, "", arguments={"url": url}, max_tokens=2000)
     agent = config.rl.agent.model_copy(update={"function": "examples.openenv_agent:play"})
