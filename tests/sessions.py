@@ -38,7 +38,7 @@ def post(url: str, key: str, body: Json | bytes, headers: Json | None = None) ->
         url, data, {"Authorization": f"Bearer {key}", "Content-Type": "application/json", **(headers or {})}
     )
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=600) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()

@@ -161,12 +161,15 @@ interval = 5
 )
 
 
+CHARACTERS = ("<end>", *string.digits, *string.ascii_lowercase, "=")
+"""Texts of the tokens of its policy."""
+
+
 def write_rl_config(folder: Path) -> Path:
     """Two ranks (TP2 x EP2) that learn to end early; two updates a rollout, each of two microbatches or more, and a
     reference that is refreshed.
     """
-    characters = ["<end>", *string.digits, *string.ascii_lowercase, "="]
-    save_tokenizer(folder / "characters", characters, "=", splits_characters=True, eos_token="<end>")
+    save_tokenizer(folder / "characters", CHARACTERS, "=", splits_characters=True, eos_token="<end>")
     path = folder / "rl.toml"
     path.write_text(RL_CONFIG.format(folder=folder))
     return path

@@ -4,6 +4,8 @@ same through servers, and as an environment.
 
 import json
 import shutil
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,10 @@ from mcore_rl.api import read_metrics
 from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.megatron.mesh import Mesh
+from mcore_rl.rl.rollouts.prompts import make_problem
+from tests.e2e.conftest import CHARACTERS
 from tests.e2e.test_rl import SERVED, computed
+from tests.fake_server import Asked, FakeServer
 from tests.forked import succeed
 from tests.served_model import two_servers
 
@@ -78,6 +83,34 @@ def test_losses_of_an_agent_through_servers_are_those_of_the_native_engine(
     assert set(metrics["environment/ended_failed_fraction"].values()) == {0.0}
 
 
+class Straddled:
+    """An order of requests and updates of weights in which every rollout batch but the first has sessions that ask
+    before an update and after it, however fast servers, agents and the policy are: second requests wait for the update
+    that trains on the batch before, whose third requests wait for a second one. A batch is a policy update.
+    """
+
+    def __init__(self, config: RlRunConfig) -> None:
+        size, self.last = config.rl.rollout.prompts_per_step, config.train.steps - 1
+        problems = (make_problem(config.rl.prompts, config.train.seed, n) for n in range(size * config.train.steps))
+        self.batches = {problem.prompt: n // size for n, problem in enumerate(problems)}
+        assert len(self.batches) == size * config.train.steps
+        self.letters = dict(enumerate(CHARACTERS))
+        self.asked_twice: set[int] = set()
+
+    def __call__(self, server: FakeServer, asked: Asked) -> None:
+        prompt, _, rest = "".join(self.letters.get(token, "?") for token in asked.prompt).partition("=")
+        batch = self.batches.get(f"{prompt}=")
+        if batch is None or not rest:  # of an evaluation, or a first request
+            return
+        if rest.endswith("more"):
+            self.asked_twice.add(batch)
+            while int(server.version.partition("-")[0].removeprefix("v")) < batch and not server.ended.is_set():
+                time.sleep(0.01)
+        else:
+            while batch < self.last and batch + 1 not in self.asked_twice and not server.ended.is_set():
+                time.sleep(0.01)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_sessions_that_run_while_the_policy_trains_have_tokens_of_the_bound_and_its_versions(
@@ -85,9 +118,15 @@ def test_sessions_that_run_while_the_policy_trains_have_tokens_of_the_bound_and_
 ) -> None:
     """Sessions of two segments, of which some began before an update of the weights and went on after it."""
     # Without replay: an engine's pass over an older turn may choose other experts than those that are recorded for it.
-    stale = ("rl.rollout.max_staleness=1", "rl.loss.importance_sampling=truncate", "replay.kind=none")
-    with two_servers(load_config(RlRunConfig, rl_file, SMALL).model, mesh, kind) as (_, words):
-        succeed("mcore_rl.programs.rl", [rl_file, *SMALL, *words, *stale, "optim.lr=1e-2"])
+    stale = ["rl.rollout.max_staleness=1", "rl.loss.importance_sampling=truncate", "replay.kind=none", "optim.lr=1e-2"]
+    # The sessions of two batches run at a time, so that none waits for one that has not begun.
+    stale += ["train.steps=4", "rl.rollout.prompts_per_step=2", "rl.agent.sessions=16"]
+    config = load_config(RlRunConfig, rl_file, [*SMALL, *stale])
+    order = Straddled(config)
+    with two_servers(config.model, mesh, kind) as (servers, words):
+        for server in servers:
+            server.before_answer = partial(order, server)
+        succeed("mcore_rl.programs.rl", [rl_file, *SMALL, *words, *stale])
     metrics = read_metrics(tmp_path / "rl")
     assert 0 < max(metrics["rollout/staleness_max"].values()) <= 1
     assert max(metrics["rollout/mixed_versions_fraction"].values()) > 0
