@@ -1,6 +1,7 @@
 """Load of the endpoint for agents: sessions of many calls at once, on a stub of a server and on the native engine.
 
     python -m bench.agent_load --sessions 64 --calls 20 --engine stub native
+    python -m bench.agent_load --sessions 128 --calls 20 --engine stub native
 
 Agents are processes with Python's own HTTP client, whose history grows with each call. The stub is asked from threads,
 as servers are, and answers at once; the native engine has 2 layers with experts. `endpoint_cpu_ms_per_call` is the CPU
@@ -80,7 +81,7 @@ def measured(engine: Any, config: RlRunConfig, folder: Path, mesh: Mesh, prompts
 
 
 def main() -> None:
-    """Measure, and write the figures."""
+    """Measure, and write the figures beside those of other numbers of sessions."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--sessions", type=int, default=64)
     parser.add_argument("--calls", type=int, default=20, help="calls of each session")
@@ -113,7 +114,8 @@ def main() -> None:
         "load_average": [round(load, 1) for load in os.getloadavg()],
         **engines,
     }
-    args.output.write_text(json.dumps(figures, indent=1) + "\n")
+    others = json.loads(args.output.read_text()) if args.output.exists() else {}
+    args.output.write_text(json.dumps(others | {f"{args.sessions} sessions": figures}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
