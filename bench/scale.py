@@ -1,9 +1,11 @@
 """Measure the cost of plans on one rank of a large world, without the rest of it: 64 layers of 256 experts.
 
     python -m bench.scale --worlds 64 1024 4096
+    python -m bench.scale --worlds 4096 --only "push: by one rank"
 
 Each world is a process of its own, in which one rank's groups are made by tests/fake_world.py and weights have no
 memory. Printed are CPU seconds, the bytes that the rank would send to others, and the peak memory of the process.
+`--only` measures the plans whose names have this text, and what they need before them.
 """
 
 import argparse
@@ -59,12 +61,19 @@ from tests.fake_world import buildable, fake_platform, fake_rank, on_meta
 LAYERS, EXPERTS = 64, 256
 MESH = MeshConfig(ep=32, pp=2)
 SAMPLES_OF_A_REPLICA, TOKENS = 32, 8192
+CHECKPOINTS = (
+    "checkpoint: which rank writes or reads a shard",
+    "checkpoint: whether the ranks have all shards (once a run)",
+    "checkpoint: what the rank writes in a save",
+    "checkpoint: all files of a save, on rank 0",
+    "checkpoint: what the rank reads in a load",
+)
 LAUNCH = Path(mcore_rl.__file__).parents[1] / "launch"
 RECIPE, CLUSTER = LAUNCH / "recipes/qwen3_30b_a3b/gspo.toml", LAUNCH / "clusters/example_h100.toml"
 
 
-def measured(world: int) -> None:
-    """Print a row for each plan, as rank 0 of a world with ep 32 and pp 2 makes it."""
+def measured(world: int, only: str) -> None:
+    """Print a row for each plan whose name has the text `only`, as rank 0 of a world with ep 32 and pp 2 makes it."""
     config = load_config(RlRunConfig, RECIPE, [])
     experts = config.model.moe.model_copy(update={"num_experts": EXPERTS})
     model = config.model.model_copy(update={"num_layers": LAYERS, "moe": experts})
@@ -78,6 +87,10 @@ def measured(world: int) -> None:
             sys.stdout.flush()
         clock.before = time.process_time()
 
+    def wants(*names: str) -> bool:
+        clock.before = time.process_time()
+        return any(only in name for name in names)
+
     with fake_rank(MESH, 0, world) as mesh, on_meta():
         row("groups of the mesh")
         chunks = build_model(buildable(model), mesh, fake_platform(config.platform, mesh), config.platform)
@@ -86,7 +99,9 @@ def measured(world: int) -> None:
         row("shards for checkpoints and pushes")
         weights = weight_map(model)
         row("conversion: pairs of tensors")
-        for to_rank in (0, None):
+        for to_rank, name in ((0, "push: by one rank"), (None, "push: by every rank")):
+            if not wants(name):
+                continue
             lists = [taken(shards, rank, world, to_rank) for rank in range(world)]
             last = weights.mcore_shapes.keys() - {shard.key for shard in shards}
             lists[world // 2] += [
@@ -98,33 +113,37 @@ def measured(world: int) -> None:
             stream.gathered_on = lambda *_, answers=answers: next(answers)
             row("")
             WeightStream(chunks, mesh, model, to_rank=to_rank)
-            row("push: by one rank" if to_rank == 0 else "push: by every rank", lists[0] if to_rank == 0 else lists)
+            row(name, lists[0] if to_rank == 0 else lists)
         replicas = mesh.dp_cp.size
-        add_adapters(chunks, LoraConfig(rank=8, targets=("attention", "experts")), model, seed=0)
-        clock.before = time.process_time()
-        adapters = [shard for shard in local_shards(chunks) if shard.is_main and ".adapter." in shard.key]
-        row("adapters: what the rank that gathers is told", adapters)
+        if wants(name := "adapters: what the rank that gathers is told"):
+            add_adapters(chunks, LoraConfig(rank=8, targets=("attention", "experts")), model, seed=0)
+            clock.before = time.process_time()
+            adapters = [shard for shard in local_shards(chunks) if shard.is_main and ".adapter." in shard.key]
+            row(name, adapters)
     layers = tuple(range(LAYERS // 2))
-    offers = [
-        {
-            replica * SAMPLES_OF_A_REPLICA + n: RouteOffer(TOKENS, layers, ((0, TOKENS),), (), None)
-            for n in range(SAMPLES_OF_A_REPLICA)
-        }
-        for replica in range(replicas)
-    ]
-    clock.before = time.process_time()
-    needed = {n * replicas: NeededPositions(TOKENS, torch.arange(TOKENS)) for n in range(SAMPLES_OF_A_REPLICA)}
-    plan_requests(needed, layers, offers, 0)
-    row("replay (R3): requests for routes", offers[0])
+    if wants(name := "replay (R3): requests for routes"):
+        offers = [
+            {
+                replica * SAMPLES_OF_A_REPLICA + n: RouteOffer(TOKENS, layers, ((0, TOKENS),), (), None)
+                for n in range(SAMPLES_OF_A_REPLICA)
+            }
+            for replica in range(replicas)
+        ]
+        clock.before = time.process_time()
+        needed = {n * replicas: NeededPositions(TOKENS, torch.arange(TOKENS)) for n in range(SAMPLES_OF_A_REPLICA)}
+        plan_requests(needed, layers, offers, 0)
+        row(name, offers[0])
     cluster = place_of(load_config(ClusterConfig, CLUSTER))
     planned = config.model_copy(update={"model": model, "mesh": config.mesh.model_copy(update={"ep": 32, "pp": 2})})
     planned = planned.decided(is_cuda=True)
-    clock.before = time.process_time()
-    estimate(training_of(planned, world), cluster)
-    row("`mcore-rl plan` of this mesh")
-    search(planned, world, cluster)
-    row("`mcore-rl plan --search`")
-    checkpoint_plans(config, model, world, row, clock)
+    if wants(name := "`mcore-rl plan` of this mesh"):
+        estimate(training_of(planned, world), cluster)
+        row(name)
+    if wants(name := "`mcore-rl plan --search`"):
+        search(planned, world, cluster)
+        row(name)
+    if wants(*CHECKPOINTS):
+        checkpoint_plans(config, model, world, row, wants, clock)
 
 
 def taken(shards: Sequence[LocalShard], rank: int, world: int, to_rank: int | None) -> list[_Held]:
@@ -133,7 +152,9 @@ def taken(shards: Sequence[LocalShard], rank: int, world: int, to_rank: int | No
     """
     stage, rank = divmod(rank, world // MESH.pp)
     replica, share = divmod(rank, MESH.ep)
-    found = []
+    found: list[_Held] = []
+    if replica >= (LAYERS // MESH.pp if to_rank is None else 1):
+        return found  # nothing is taken from later copies
     for shard in shards:
         of_experts, has_layer = ".experts." in shard.key, shard.global_shape[0] == LAYERS
         copies, copy = (world // MESH.pp // MESH.ep, replica) if of_experts else (world // MESH.pp, rank)
@@ -153,7 +174,14 @@ def shifted(axis: AxisRange, by: int) -> AxisRange:
     return AxisRange(axis.start + by, axis.stop + by)
 
 
-def checkpoint_plans(config: RlRunConfig, model: ModelConfig, world: int, row: Callable[..., None], clock: Any) -> None:
+def checkpoint_plans(
+    config: RlRunConfig,
+    model: ModelConfig,
+    world: int,
+    row: Callable[..., None],
+    wants: Callable[..., bool],
+    clock: Any,
+) -> None:
     """Print what a save and a load of the weights cost rank 0, which is given all ranks' lists of shards: its own at
     other places of the tensors. With the optimizer's states there are four times as many shards.
     """
@@ -173,21 +201,25 @@ def checkpoint_plans(config: RlRunConfig, model: ModelConfig, world: int, row: C
 
         functions: Any = dist
         functions.all_gather_object = gather
-        row("")
-        determine_main_replica_uniform_distribution({"own": own}, mesh.dp_cp.group)
-        row("checkpoint: which rank writes or reads a shard", data)
-        validate_sharding_integrity(determine_global_metadata({"own": own})[1])
-        row("checkpoint: whether the ranks have all shards (once a run)", data)
+        who, whole_model, saved, files, loaded = CHECKPOINTS
+        if wants(who):
+            determine_main_replica_uniform_distribution({"own": own}, mesh.dp_cp.group)
+            row(who, data)
+        if wants(whole_model):
+            validate_sharding_integrity(determine_global_metadata({"own": own})[1])
+            row(whole_model, data)
+        if not wants(saved, files, loaded):
+            return
         saver = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         plan = local_plan(own, saver)
-        row("checkpoint: what the rank writes in a save", plan)
+        row(saved, plan)
         # A shard is written once: the first copy of the model has all of them, and dense ones on its first rank.
         plans = [elsewhere(plan, stage, share) for stage in range(MESH.pp) for share in range(MESH.ep)]
         row("")
         _, metadata = saver.create_global_plan(plans)
-        row("checkpoint: all files of a save, on rank 0")
+        row(files)
         local_plan(own, MCoreLoadPlanner(shapes_validation_sharded_tensors=own), metadata)
-        row("checkpoint: what the rank reads in a load")
+        row(loaded)
 
 
 def local_plan(shards: list[ShardedTensor], planner: Any, metadata: Metadata | None = None) -> Any:
@@ -239,14 +271,15 @@ def main() -> None:
     """Measure each world in a process of its own."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", type=int, nargs="+", default=[64, 1024, 4096])
-    worlds = parser.parse_args().worlds
+    parser.add_argument("--only", default="", help="text that the names of plans have")
+    worlds, only = (args := parser.parse_args()).worlds, args.only
     if len(worlds) == 1:
-        measured(worlds[0])
+        measured(worlds[0], only)
         return
     sys.stdout.write("| ranks | plan | CPU s | bytes sent | peak MiB |\n|--:|---|--:|--:|--:|\n")
     sys.stdout.flush()
     for world in worlds:
-        subprocess.run([sys.executable, "-m", "bench.scale", "--worlds", str(world)], check=True)
+        subprocess.run([sys.executable, "-m", "bench.scale", "--worlds", str(world), "--only", only], check=True)
 
 
 if __name__ == "__main__":
