@@ -13,7 +13,7 @@ from mcore_rl.rl.agents.run import Run
 class Answered(vf.Task[vf.WireTaskData]):
     """A question, of whose answer a text is known."""
 
-    @vf.reward  # type: ignore[misc]  # a package without types
+    @vf.reward  # type: ignore[untyped-decorator]  # a package without types
     async def is_right(self, trace: vf.Trace) -> float:
         """Return 1 if the answer is the known one."""
         return float(trace.last_reply == self.data.answer)
