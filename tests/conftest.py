@@ -41,7 +41,10 @@ def pytest_configure(config: pytest.Config) -> None:
         # So a shell starts what it runs in the background, and programs in which tests press Ctrl-C would inherit it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     is_worker = hasattr(config, "workerinput")
-    _show_what_hangs(is_worker, runs_tests=is_worker or not config.getoption("numprocesses", None))
+    runs_tests = is_worker or not config.getoption("numprocesses", None)
+    if runs_tests:
+        gc.disable()  # until pytest_collection_finish: to collect tests makes many objects and little garbage
+    _show_what_hangs(is_worker, runs_tests)
 
 
 def _show_what_hangs(is_worker: bool, runs_tests: bool) -> None:
@@ -114,6 +117,7 @@ def pytest_collection_finish() -> None:
     """Leave the hundred thousands of objects of the imported modules and tests out of every later collection."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Programs as processes that begin with torch and Megatron in memory, seconds sooner than those of a fresh Python."""
 
+import gc
 import importlib
 import os
 import signal
@@ -128,6 +129,7 @@ def is_gone(pid: int) -> bool:
 
 
 def _main(module: str, words: list[str], folder: str, output: Path, errors: Path, **environment: str) -> None:
+    gc.freeze()  # as in tests/ranks.py
     os.environ.update(environment)
     for path, descriptor in ((output, 1), (errors, 2)):
         with path.open("ab") as file:

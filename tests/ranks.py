@@ -1,6 +1,7 @@
 """`run_ranks`: a function on real gloo ranks, each its own process."""
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -74,6 +75,7 @@ def _collect(pipes: list[Connection]) -> list[Any]:
 
 
 def _run_rank(sender: Connection, rank: int, num_ranks: int, port: int, work: bytes) -> None:
+    gc.freeze()  # a collection would write to, and so copy, every page of objects that is shared with the server
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )

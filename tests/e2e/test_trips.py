@@ -82,7 +82,7 @@ SENT = {
 """Files that it also enters where the routes are the engine's (R3)."""
 
 
-@pytest.mark.matrix("words1-files1")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("words", "files"),
     [((), {*STEP}), (("--epochs", "2"), {*STEP, *REPLAYED}), (("--replay", "r3"), {*STEP, *REPLAYED, *SENT})],

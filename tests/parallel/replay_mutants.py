@@ -53,13 +53,7 @@ REFERENCE = 'if self._replay.reference == "live":'
 
 MUTANTS: tuple[Mutant, ...] = (
     # Between the tape and the router.
-    Mutant(
-        "every layer takes layer 0's routes",
-        HOOKS,
-        IMPOSED,
-        "experts_tK = microbatch.imposed_ltK[0].long()",
-        in_short=True,
-    ),
+    Mutant("every layer takes layer 0's routes", HOOKS, IMPOSED, "experts_tK = microbatch.imposed_ltK[0].long()"),
     Mutant("routes shifted by one token in the hook", HOOKS, IMPOSED, IMPOSED + ".roll(1, 0)"),
     Mutant(
         "layers in reverse in the hook", HOOKS, IMPOSED, "experts_tK = microbatch.imposed_ltK[-1 - self._column].long()"
@@ -98,13 +92,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "experts_tK = experts_tK.where(microbatch.is_live_t1, live_tK)",
     ),
     # Gates.
-    Mutant(
-        "no gradient through the router",
-        HOOKS,
-        GATES,
-        "return scores.detach().gather(1, experts_tK), experts_tK",
-        in_short=True,
-    ),
+    Mutant("no gradient through the router", HOOKS, GATES, "return scores.detach().gather(1, experts_tK), experts_tK"),
     Mutant(
         "gates of the recording pass",
         HOOKS,
@@ -162,7 +150,6 @@ MUTANTS: tuple[Mutant, ...] = (
         TAPE,
         "imposed_ltK=cached_ltK if imposes else None",
         "imposed_ltK=cached_ltK if imposes and index != 1 else None",
-        in_short=True,
     ),
     Mutant(
         "the first microbatch's routes for all",
@@ -300,7 +287,6 @@ MUTANTS: tuple[Mutant, ...] = (
         STORAGE,
         "rows[to_device(rows_n, rows.device)]",
         "rows.flip(0)[to_device(rows_n, rows.device)]",
-        in_short=True,
     ),
     # R3: exchange and reader.
     Mutant(
@@ -360,7 +346,6 @@ MUTANTS: tuple[Mutant, ...] = (
         CHOSEN,
         "experts_tK = ((live_tK + 1) % microbatch.num_experts).where(microbatch.is_live_t1, experts_tK)",
         scenario="r3_left_out",
-        in_short=True,
     ),
     Mutant(
         "the second token that was left out goes to another expert",
@@ -498,7 +483,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "num_positions = min(len(routes.tokens_T), len(first.tokens_T), num_positions + 1)\n"
         "        if num_positions:\n            shared[sample]",
         scenario="rl_r3",
-        in_short=True,
     ),
     Mutant(
         "the routes of the next completion of a group",

@@ -186,7 +186,7 @@ def scores_with(config: PretrainConfig, base: Path, folder: Path) -> Tensor:
         return scores_of(run.state.chunks[0])
 
 
-@pytest.mark.matrix("qwen3")
+@pytest.mark.full
 @pytest.mark.parametrize("case", ["qwen3", "qwen3_moe"])
 def test_peft_gives_the_scores_of_an_exported_reward_model(case: str, peft: Any, tmp_path: Path) -> None:
     base = saved(case, tmp_path / "hf", rms_norm_eps=1e-6)

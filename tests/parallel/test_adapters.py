@@ -118,7 +118,7 @@ def test_updates_under_replayed_routes_do_not_depend_on_the_mesh(mesh: str, fold
                 assert update[name] == pytest.approx(value, rel=2e-6, abs=allowed), name
 
 
-@pytest.mark.matrix("ppo-1", "grpo-ep2-overlapped")
+@pytest.mark.matrix("grpo-ep2-overlapped")
 @pytest.mark.parametrize(("kind", "mesh"), [("grpo", "1"), ("gspo", "1"), ("ppo", "1"), ("grpo", "ep2-overlapped")])
 def test_updates_of_a_policy_move_its_adapters_alone(kind: str, mesh: str) -> None:
     """Neither routers nor the biases on the choice of experts."""
@@ -309,6 +309,7 @@ def kept_of_weights_size(config: PretrainConfig) -> int:
     return copies
 
 
+@pytest.mark.matrix("cpu")
 @pytest.mark.parametrize("layers", ["torch", "cpu"])
 def test_no_sum_of_weights_and_adapters_is_kept(layers: Literal["torch", "cpu"]) -> None:
     """The plan of memory has the weights once."""
@@ -432,6 +433,7 @@ def base_and_off(config: PretrainConfig) -> list[Tensor]:
     return logits
 
 
+@pytest.mark.matrix("deepseek_v3")
 @pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v3"])
 def test_new_adapters_and_adapters_that_are_off_leave_the_base_bit_for_bit(model: str) -> None:
     base, new, trained, off = run_ranks(base_and_off, 1, config_of(shallow(TINY[model]), MeshConfig(), lora=FUSED))[0]
@@ -446,7 +448,7 @@ def merge_loss_of(config: PretrainConfig, initial: Tensors) -> float:
     return adapters.merge_loss(state.chunks, torch.bfloat16)
 
 
-@pytest.mark.matrix("tp2")
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", ["ep2", "tp2"])
 def test_what_merging_loses_does_not_depend_on_the_mesh(mesh: str) -> None:
     """Small adapters of experts lose more than those of attention. With ep2 each rank has all of the latter and half of

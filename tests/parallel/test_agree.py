@@ -142,7 +142,7 @@ def steps_until_stopped(file: Path, signals: dict[int, tuple[int, int]]) -> tupl
     return step, reason
 
 
-@pytest.mark.matrix("usr1-on-one", "term-on-all", "file")
+@pytest.mark.matrix("usr1-on-one")
 @pytest.mark.parametrize(
     ("signals", "reason"),
     [
@@ -291,6 +291,7 @@ def connections(config: MeshConfig, world: int) -> list[int]:
     return numbers
 
 
+@pytest.mark.full
 def test_work_of_hosts_may_take_longer_than_a_collective() -> None:
     assert run_ranks(slow_hosts, 3, free_port()) == [(0, "of rank 0"), (1, "of rank 0"), (2, "of rank 0")]
 
@@ -310,6 +311,7 @@ def slow_hosts(port: int) -> tuple[int, str]:
     return own, on_rank_zero(lambda: slow(f"of rank {rank}"))
 
 
+@pytest.mark.full
 def test_a_rank_that_waits_long_for_others_names_them_at_growing_intervals() -> None:
     first, second, third = run_ranks(reported_waits, 3, free_port())
     # Rank 1 works for 3 s, then ranks 0 and 2 do; the first of those who wait reports.

@@ -120,7 +120,7 @@ HIDDEN = [
 ]
 
 
-@pytest.mark.matrix("in_metadata-ours", "in_the_common_state-ours", "before_the_archive-ours")
+@pytest.mark.matrix("in_metadata-ours")
 @pytest.mark.parametrize(("hide", "whose"), HIDDEN)
 def test_a_program_in_a_checkpoint_is_refused_by_name_and_not_run(
     hide: Callable[[Path, Program], str], whose: str, saved: Path, tmp_path: Path
@@ -181,6 +181,7 @@ def flip(file: Path, at: int) -> None:
     overwrite(file, at, bytes([file.read_bytes()[at] ^ 1]))
 
 
+@pytest.mark.matrix("in_a_weight", "in_common_values")
 @pytest.mark.parametrize(
     "damage", [in_a_weight, in_a_moment, in_the_list_of_parts, in_common_values, in_the_format, of_another_step]
 )

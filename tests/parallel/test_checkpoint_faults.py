@@ -67,6 +67,7 @@ TP2_EP2 = MeshConfig(tp=2, ep=2)
 OTHER = SMALL.model_copy(update={"moe": SMALL.moe.model_copy(update={"num_experts": 4})})
 
 
+@pytest.mark.full
 def test_checkpoints_that_are_deleted_between_saves_are_written_anew(tmp_path: Path) -> None:
     config = config_of(tmp_path, SMALL, ONE, asynchronous=False)
     assert run_ranks(saved_after_deletions, 1, config) == [[["iter_0000001"], ["iter_0000001"], ["iter_0000002"]]]
@@ -116,6 +117,7 @@ def trained_on_a_full_disk(config: PretrainConfig) -> tuple[str, dict[int, float
     return str(error.value), run.losses, names
 
 
+@pytest.mark.full
 def test_a_full_disk_under_the_last_files_of_rank_zero_is_reported_by_all(tmp_path: Path) -> None:
     """`.metadata` and the marker: where Megatron's own save would leave the other ranks waiting."""
     messages = run_ranks(finished_on_a_full_disk, 2, config_of(tmp_path, SMALL, TP2_EP2))
@@ -195,7 +197,7 @@ def test_missing_and_surplus_layers_are_named(saved: Path, tmp_path: Path) -> No
     assert "model.tied_embeddings is false there, true here" in message
 
 
-@pytest.mark.matrix("own")
+@pytest.mark.full
 @pytest.mark.parametrize("start", ["own", "load", "weights"])
 def test_another_model_of_the_same_shapes_is_refused_unless_it_is_accepted(
     start: str, saved: Path, tmp_path: Path
@@ -339,6 +341,7 @@ def names_after_each_step(config: PretrainConfig) -> list[list[str]]:
     return seen
 
 
+@pytest.mark.full
 def test_a_run_that_lost_its_folder_stops_without_writing(tmp_path: Path) -> None:
     """A node was cut off from the network while the job was started again elsewhere."""
     messages = run_ranks(robbed, 2, config_of(tmp_path, SMALL, TP2_EP2))

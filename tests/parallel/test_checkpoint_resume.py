@@ -176,6 +176,7 @@ def trained_in_small_buckets(config: PretrainConfig) -> dict[int, float]:
     return run.losses
 
 
+@pytest.mark.full
 def test_a_state_before_the_first_step_can_be_saved(tmp_path: Path) -> None:
     whole = run(config_of(tmp_path / "whole", SMALL, ONE), until=2)
     run_ranks(saved_at_once, 1, config_of(tmp_path / "parts", SMALL, ONE))
@@ -266,6 +267,7 @@ def resumed_with_bias(config: PretrainConfig) -> tuple[dict[int, float], torch.T
     return run.losses, bias
 
 
+@pytest.mark.full
 def test_progress_comes_back(tmp_path: Path) -> None:
     config = config_of(tmp_path, SMALL, ONE)
     before = run_ranks(progress_of, 1, config, 2)[0]
@@ -283,6 +285,7 @@ def progress_of(config: PretrainConfig, until: int) -> dict[str, int]:
     return {name: getattr(run.state.progress, name) for name in run.state.progress.__slots__}
 
 
+@pytest.mark.full
 def test_a_resumed_run_obeys_the_config_of_now(tmp_path: Path) -> None:
     """Megatron would take the rate and its bounds from the checkpoint's parameter groups."""
     run(config_of(tmp_path, SMALL, ONE), until=3, save_at=[3])

@@ -142,6 +142,7 @@ class NanHead(NextTokenHead):
         return replace(super().__call__(microbatch, output * torch.nan))
 
 
+@pytest.mark.full
 def test_no_good_checkpoint_is_deleted_while_steps_are_skipped_and_no_bad_one_saved(tmp_path: Path) -> None:
     seen, message = run_ranks(skipped_and_broken, 1, config_of(tmp_path, SMALL, ONE, keep=1))[0]
     assert seen == [

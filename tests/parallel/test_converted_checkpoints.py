@@ -134,6 +134,7 @@ def without_optimizer_and_padding(tensors: dict[str, Tensor], model: ModelConfig
     return weights
 
 
+@pytest.mark.matrix("tp2-ep2")
 @pytest.mark.parametrize("mesh", ["tp2-ep2", "pp2-vpp2"])
 def test_the_planned_weights_are_what_ranks_hold(mesh: str) -> None:
     config = MESHES[mesh]

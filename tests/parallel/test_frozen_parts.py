@@ -41,7 +41,7 @@ def test_a_part_alone_trains_and_resumes_bit_for_bit(part: str, cell: str, tmp_p
         assert all(torch.equal(*pair) for pair in zip(expected["moments"], found["moments"], strict=True))
 
 
-@pytest.mark.matrix("moe")
+@pytest.mark.full
 @pytest.mark.parametrize(
     "recompute", [{"recompute": "full"}, {"recompute": "selective", "recompute_modules": ("moe",)}], ids=["full", "moe"]
 )

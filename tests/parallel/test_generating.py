@@ -111,6 +111,7 @@ def test_completions_are_those_of_one_rank(case: str, mesh: str) -> None:
                     torch.testing.assert_close(ours.experts_TLK, of_stage_TLK, rtol=0, atol=0)
 
 
+@pytest.mark.full
 def test_replicas_that_share_experts_ask_each_other_every_sixteen_tokens() -> None:
     """Forty tokens and two more steps for the prompts; a replica with fewer completions goes on with the others."""
     model, tensors, prompts, _, _ = work_of("qwen3_moe", 2)

@@ -119,7 +119,7 @@ def test_three_steps_do_not_depend_on_the_mesh(model: str, mesh: str) -> None:
     assert_trains_as_one_rank(shallow(MODELS[model], MESHES[mesh]), MESHES[mesh], platform)
 
 
-@pytest.mark.matrix("alltoall")
+@pytest.mark.full
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 def test_a_rank_whose_experts_get_no_token_takes_part_in_every_exchange(dispatcher: str) -> None:
     """The gradient of its gates, which are none, is exchanged too: the other ranks once got something else for it."""
@@ -141,7 +141,7 @@ def test_sequences_that_go_to_our_own_attention_do_not_depend_on_the_mesh(model:
     assert_trains_as_one_rank(MODELS[model], MESHES[mesh], length=128, rows=1)
 
 
-@pytest.mark.matrix("full-pp2-vpp2")
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", ["1", "pp2-vpp2", "tp2-ep2"])
 @pytest.mark.parametrize("recompute", ["full", "core_attn", "moe", "moe_act-layernorm"])
 def test_recomputing_activations_changes_nothing(recompute: str, mesh: str) -> None:

@@ -176,6 +176,7 @@ def outcome(config: DPOConfig) -> tuple[torch.Tensor, list[list[dict[str, float]
     return ranks[0][0], ranks[0][1]
 
 
+@pytest.mark.full
 def test_a_loss_that_reaches_no_parameter_ends_the_run_and_ties_do_not(tmp_path: Path) -> None:
     """The loss of a tie is log 2 at its minimum, where policy and reference are the same."""
     config = config_of(MeshConfig()).model_copy(update={"run_dir": str(tmp_path)})

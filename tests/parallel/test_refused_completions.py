@@ -386,6 +386,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("traced_on")
 
 
+@pytest.mark.full
 def test_changed_routes_and_advantages_are_those_made_by_hand(traces: Path) -> None:
     samples = traced_on("1", traces)
     assert len(samples) == N

@@ -102,7 +102,7 @@ def model_of(family: str, mesh: str) -> str:
     return family if MESHES[mesh].pp > 1 else f"{family}-shallow"
 
 
-@pytest.mark.matrix("none-pp2-vpp2-qwen3_moe", "full-pp2-vpp2-qwen3_moe", "moe-cp2-pp2-ep2-deepseek_v3")
+@pytest.mark.matrix("full-pp2-vpp2-qwen3_moe", "moe-cp2-pp2-ep2-deepseek_v3")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mesh", EVERY_AXIS)
 @pytest.mark.parametrize("recompute", ["none", "full", "moe"])
@@ -194,7 +194,7 @@ def oracle_of(model: str) -> dict[str, Outcome]:
     return {layout: together([x | blank]) for layout, x in zip(LAYOUTS, found, strict=True)}
 
 
-@pytest.mark.matrix("qwen3_moe", "deepseek_v3", "qwen3_moe-full")
+@pytest.mark.matrix("deepseek_v3", "qwen3_moe-full")
 @pytest.mark.parametrize("model", [*FAMILIES, *CAPACITY])
 def test_routes_of_one_rank_are_recorded_and_imposed_as_an_oracle_does(model: str) -> None:
     """R2 against the formula, on the rank with which all meshes are compared: nothing of replay is in the oracle."""
@@ -202,7 +202,7 @@ def test_routes_of_one_rank_are_recorded_and_imposed_as_an_oracle_does(model: st
         assert_same_training(one_rank(model).outcomes[layout], oracle)
 
 
-@pytest.mark.matrix("qwen3_moe-full-pp2-vpp2-full")
+@pytest.mark.full
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize(
     ("model", "mesh"),

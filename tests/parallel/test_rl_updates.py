@@ -229,7 +229,7 @@ def test_routes_of_an_engine_that_are_like_none_of_the_trainer_end_the_run(tmp_p
         run_ranks(updates, 1, config, weights("qwen3_moe", 1), {}, tmp_path, [{}])
 
 
-@pytest.mark.matrix("1", "cp2")
+@pytest.mark.matrix("cp2")
 @pytest.mark.parametrize("mesh", ["1", "dp2", "cp2", "pp2"])
 def test_tokens_get_the_z_scores_of_the_steps_that_end_there_or_later(mesh: str) -> None:
     config = config_of("qwen3_moe", MESHES[mesh])
@@ -268,6 +268,7 @@ def test_the_first_update_has_ratios_of_one_and_later_ones_have_not(folder: Path
 SHIFTED = loss_config(kind="grpo", router_shift=True, router_shift_floor=0.01)
 
 
+@pytest.mark.matrix("r2")
 @pytest.mark.parametrize(
     ("model", "replay", "loss", "ptx"),
     [
@@ -293,6 +294,7 @@ def test_the_router_shift_is_that_of_the_routers_scores_of_the_old_experts(
     assert found["reported"] == pytest.approx(found["by hand"], rel=1e-6) and found["by hand"] < 0.999
 
 
+@pytest.mark.full
 def test_old_logprobs_of_a_pass_before_are_those_of_the_update_itself(folder: Path, tmp_path: Path) -> None:
     """With a second epoch the first minibatch needs them from a pass: its ratios are exactly 1 all the same."""
     config = config_of("qwen3_moe", MeshConfig(), epochs=2)
@@ -304,7 +306,7 @@ def test_old_logprobs_of_a_pass_before_are_those_of_the_update_itself(folder: Pa
     assert reports[2]["kl_old"] > 0.0
 
 
-@pytest.mark.matrix("ep2")
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", ["1", "ep2"])
 def test_sampled_old_logprobs_need_no_routes(mesh: str, folder: Path, tmp_path: Path) -> None:
     """The KL of the first update is then what a trainer's pass reports as the mismatch with the rollout."""
@@ -317,6 +319,7 @@ def test_sampled_old_logprobs_need_no_routes(mesh: str, folder: Path, tmp_path: 
     assert first["mismatch_kl"] == 0.0 and second["kl_old"] > 0.0
 
 
+@pytest.mark.full
 def test_the_kl_to_an_equal_reference_is_nothing(tmp_path: Path) -> None:
     config = config_of("qwen3_moe", MeshConfig())
     same = weights("qwen3_moe", 1)
@@ -350,7 +353,7 @@ def test_frozen_routers_and_their_biases_stay_and_all_else_learns() -> None:
         assert all(moved[name] for name in trained if name.endswith("linear_fc1.weight") or ".linear_proj." in name)
 
 
-@pytest.mark.matrix("none", "r3")
+@pytest.mark.matrix("r3")
 @pytest.mark.parametrize("replay", ["none", "r2", "r3"])
 def test_an_overflow_is_a_skipped_step_and_no_fault_of_routing(replay: ReplayKind) -> None:
     """train.max_skipped is the policy for it, and each step after it is as good as before."""
@@ -359,6 +362,7 @@ def test_an_overflow_is_a_skipped_step_and_no_fault_of_routing(replay: ReplayKin
     assert found == [(True, 1), (False, 1)]
 
 
+@pytest.mark.full
 def test_an_update_whose_loss_reaches_no_parameter_ends_the_run() -> None:
     """Without an advantage a gradient of 0 is right."""
     config = config_of("qwen3_moe-shallow", MeshConfig())
@@ -368,7 +372,7 @@ def test_an_update_whose_loss_reaches_no_parameter_ends_the_run() -> None:
         assert "a gradient of exactly 0: nothing is trained" in found[case]
 
 
-@pytest.mark.matrix("r3")
+@pytest.mark.full
 @pytest.mark.parametrize("replay", ["r2", "r3"])
 def test_routes_of_a_rollout_are_forgotten_with_it(replay: ReplayKind) -> None:
     """Else a run's memory would grow with each rollout, with no number that is wrong."""

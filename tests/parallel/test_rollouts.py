@@ -173,7 +173,7 @@ def alone(dynamic: bool) -> list[dict[str, Any]]:
     return rank
 
 
-@pytest.mark.matrix("dynamic-dp2", "static-tp2", "dynamic-pp2-dp2")
+@pytest.mark.matrix("dynamic-pp2-dp2")
 @pytest.mark.parametrize(
     "mesh",
     [MeshConfig(dp=2), MeshConfig(tp=2), MeshConfig(cp=2), MeshConfig(pp=2, dp=2)],
@@ -219,6 +219,7 @@ def test_dynamic_sampling_takes_the_first_groups_with_a_signal_and_says_what_it_
     assert few["taken"] == 6
 
 
+@pytest.mark.full
 def test_the_time_of_a_batch_has_its_refills() -> None:
     """There is one, as above; the mean is over the two replicas."""
     mesh = MeshConfig(dp=2)

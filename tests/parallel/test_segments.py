@@ -148,7 +148,7 @@ def in_order(ranks: list[dict[str, Any]], config: RlRunConfig, *, is_split: bool
     return [found[n, p] for n, shape in sorted(rollout.shapes.items()) for p in shape.sampled_positions.tolist()]
 
 
-@pytest.mark.matrix("pp2-r3", "cp2-r2")
+@pytest.mark.matrix("pp2-r3")
 @pytest.mark.parametrize(("mesh", "replay"), [("tp2", "r2"), ("ep2", "r2"), ("pp2", "r3"), ("cp2", "r2")])
 def test_an_update_of_segments_is_that_of_their_sequences_alone(mesh: str, replay: ReplayKind) -> None:
     """On each mesh, against each segment as a sample of its own on one rank; of R3 the routes are random ones."""

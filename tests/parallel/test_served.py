@@ -341,7 +341,7 @@ def test_many_ranks_gather_the_same_bits_as_one_and_send_no_experts(case: str) -
         assert all(any(".mlp.experts." in name for name in found) for found in parts)
 
 
-@pytest.mark.matrix("gpt_oss")
+@pytest.mark.full
 @pytest.mark.parametrize("case", ["qwen3_moe", "gpt_oss", "qwen3"])
 def test_copies_of_the_model_take_turns_by_layer_so_that_every_rank_gathers(case: str) -> None:
     theirs = oracle(case, num_hidden_layers=4)

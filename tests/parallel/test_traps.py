@@ -16,6 +16,7 @@ from tests.tiny_models import TINY
 MODEL = TINY["qwen3_moe"]
 
 
+@pytest.mark.matrix("tp2-etp2")
 @pytest.mark.parametrize("mesh", [MeshConfig(ep=2, dp=2), MeshConfig(tp=2, etp=2)], ids=["ep2", "tp2-etp2"])
 def test_ranks_start_with_different_experts(mesh: MeshConfig) -> None:
     """The random state must switch between ranks: without CUDA torch's own way to seed it does nothing."""

@@ -97,6 +97,7 @@ def test_a_run_is_done_when_its_folder_says_so(tmp_path: Path) -> None:
     assert is_done(tmp_path)
 
 
+@pytest.mark.full
 def test_the_api_imports_no_megatron() -> None:
     code = "import sys, mcore_rl.api; sys.exit('megatron' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -92,6 +92,7 @@ def test_a_job_gives_make_a_target_that_there_is(name, job):
     assert target[1] in " ".join(targets).split()
 
 
+@pytest.mark.full
 def test_a_job_at_its_limit_fails_and_leaves_nothing_running(job, tmp_path):
     process = job(ESCAPES.format(tmp_path) + "exec sleep 1000", CI_LIMIT_S="1")
     output, _ = process.communicate(timeout=60)
@@ -169,6 +170,7 @@ def test_a_mark_cannot_name_a_cell_that_is_not_there(tmp_path):
     assert "test_cell has no cell e, which its mark names" in done.stdout + done.stderr
 
 
+@pytest.mark.full
 def test_tests_that_hang_are_named_with_their_stacks(tmp_path):
     """In processes of pytest-xdist, where no test's output is seen before its end."""
     file = tmp_path / "test_hangs.py"

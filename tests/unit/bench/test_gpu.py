@@ -46,6 +46,7 @@ def test_every_step_has_a_function_and_a_limit_of_time() -> None:
     assert steps.ALL.keys() - {"reference"} == STEPS.keys() and steps.ALL.keys() >= steps.NEEDS_MESH
 
 
+@pytest.mark.full
 def test_a_step_that_takes_too_long_is_a_result_and_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)  # the bench is not installed
     outcome = run_step("training", "cpu", 1.0)
@@ -102,6 +103,7 @@ def test_the_table_has_every_figure_beside_its_mark_and_why_a_step_was_not_run()
     ]
 
 
+@pytest.mark.full
 def test_a_step_that_cannot_run_here_is_not_run_rather_than_ok(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
     monkeypatch.delenv("MCORE_RL_VLLM", raising=False)

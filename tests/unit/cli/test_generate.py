@@ -140,6 +140,7 @@ def test_a_continuation_keeps_the_space_of_its_first_piece_and_has_no_end_token(
     assert request(is_whole=True).text_of(said) == "sat on the mat"
 
 
+@pytest.mark.full
 def test_seeds_number_the_continuations(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--checkpoint", run_dir / "checkpoints" / "iter_0000000", "--temperature", 0.9, "--tokens", 9]
     parts = generate(capsys, *words, "--n", 3, "--seed", 5).split("--- ")[1:]

@@ -63,6 +63,7 @@ def test_the_answer_is_one_line_and_its_command_passes_the_checks(
         run(["plan", str(qwen), "data.seq_length=100000", "--gpus", "8xH100"])
 
 
+@pytest.mark.full
 def test_a_model_of_the_hub_is_asked_about_by_its_name(
     qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -51,6 +51,17 @@ def leaves(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield prefix + name, tuple(value) if isinstance(value, list) else None if value == "none" else value
 
 
+@pytest.mark.matrix(
+    "run_qwen30_a3b_megatron_sglang.sh-b178a3cd",
+    "run_deepseek_math_gsm8k_megatron.sh-b178a3cd",
+    "run-qwen3-30B-A3B.sh-624b824a",
+    "run-qwen3-4B-base-sft.sh-624b824a",
+    "config_codeforces.yaml-1416fa0",
+    "example_config.yaml-f2cd5771",
+    "grpo-math-qwen3-30ba3b-megatron-tp4-32k.yaml-7ea279ab",
+    "train_prorlv2_math_hybrid_engine.sh-3c3be623",
+    "train_dpo_llama.sh-3c3be623",
+)
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file["of"].rpartition("/")[2].replace(" ", "-"))
 def test_public_files_of_other_systems_become_what_was_translated_by_hand(
     file: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -162,6 +173,7 @@ def test_a_script_is_not_run_and_arithmetic_is_not_code(tmp_path: Path, capsys: 
     assert {"rl.rollout.prompts_per_step", "rl.prompts.max_tokens", "rl.rollout.max_new_tokens"} <= set(undecided)
 
 
+@pytest.mark.full
 def test_a_config_beside_a_script_is_read_and_a_base_of_a_config_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -138,6 +138,7 @@ def test_a_server_that_is_not_there_is_named(run: Run, capsys: pytest.CaptureFix
     assert "127.0.0.1:9" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_a_server_that_asks_for_a_key_gets_the_one_of_the_variable(
     run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,6 +165,7 @@ def config_file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_servers_that_end_or_lack_the_weights_are_started_anew_and_all_end_with_it(tmp_path: Path) -> None:
     port = free_port()
     http = HttpClient(f"http://127.0.0.1:{port}")

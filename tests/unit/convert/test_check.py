@@ -190,6 +190,7 @@ def test_a_flipped_bit_ends_an_export_and_leaves_nothing_that_looks_complete(
     assert read_hf(tmp_path / "out").keys() == read_hf(source).keys()
 
 
+@pytest.mark.full
 def test_a_file_of_another_checkpoint_of_the_same_size_is_not_exported(tmp_path: Path) -> None:
     theirs = oracle("llama")
     paths = []

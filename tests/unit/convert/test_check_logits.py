@@ -40,6 +40,7 @@ def test_an_import_that_computes_something_else_gets_no_name(
     assert "logits" not in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_an_import_in_another_type_is_compared_with_weights_rounded_alike(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -52,6 +53,7 @@ def test_an_import_in_another_type_is_compared_with_weights_rounded_alike(
         assert "logits differ from transformers' by at most" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_an_import_with_the_layers_of_hybrid_model_is_compared_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -63,6 +65,7 @@ def test_an_import_with_the_layers_of_hybrid_model_is_compared_too(
     assert "layers of HybridModel" in output and "logits differ from transformers' by at most" in output
 
 
+@pytest.mark.full
 def test_it_is_said_why_logits_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = saved("deepseek_v3", tmp_path / "hf")
     config = json.loads((source / "config.json").read_text())
@@ -89,6 +92,7 @@ def test_weights_that_compute_nothing_finite_are_not_taken_for_another_model(
     assert main(["convert", "verify", str(source), str(tmp_path / "ckpt")]) == 0
 
 
+@pytest.mark.full
 def test_the_text_model_in_a_model_of_images_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     theirs = images_and_text("qwen3_vl_moe")
     source = write_hf(tmp_path / "hf", theirs.config, as_published(theirs.tensors))
@@ -103,7 +107,7 @@ def test_the_text_model_in_a_model_of_images_is_compared(tmp_path: Path, capsys:
     assert main(["inspect", str(source)]) == 0
 
 
-@pytest.mark.matrix("qwen3_vl_moe")
+@pytest.mark.full
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_model_of_images_without_theta_is_compared_as_a_whole(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -122,6 +126,7 @@ def test_a_model_of_images_without_theta_is_compared_as_a_whole(
     assert "is another model: logits differ" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_a_folder_that_transformers_cannot_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     theirs, types = oracle("gpt_oss"), ["full_attention"] * 3
     config = theirs.config | {"layer_types": types, "sliding_window": None}
@@ -132,6 +137,7 @@ def test_a_folder_that_transformers_cannot_run_is_named(tmp_path: Path, capsys: 
     assert main([*arguments, "--no-check-logits"]) == 0
 
 
+@pytest.mark.full
 def test_shards_whose_index_is_lost_are_compared_a_layer_at_a_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -60,6 +60,7 @@ MORE_THAN_TORCH = 290
 NOT_OF_A_CONVERSION = ("megatron", "transformers", "torch.distributed.checkpoint", "mcore_rl.config.rl_run")
 
 
+@pytest.mark.full
 def test_a_conversion_imports_neither_megatron_nor_torchs_checkpoints_before_it_writes(tmp_path: Path) -> None:
     """An import writes all tensors before the `.metadata`, for which torch's classes are imported."""
     source, checkpoint = saved("llama", tmp_path / "hf"), tmp_path / "ckpt"

@@ -203,6 +203,7 @@ def test_the_model_card_names_run_commit_and_metrics_of_the_step(tmp_path: Path,
     assert rendered == ["user:\na\n\nassistant:\nb</s>assistant:\n"]
 
 
+@pytest.mark.full
 def test_an_export_without_a_tokenizer_is_refused_unless_it_is_wanted(
     tmp_path: Path, chat_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -234,6 +235,7 @@ def test_a_reference_with_another_tokenizer_than_the_runs_is_refused(
     assert generation == {"eos_token_id": [2, 0], "temperature": 0.6}
 
 
+@pytest.mark.full
 def test_a_reference_with_another_tokenizer_than_the_imports_is_refused(
     tmp_path: Path, chat_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -272,7 +274,7 @@ def test_transformers_opens_exports_without_reference(converted: Converted, tmp_
         torch.testing.assert_close(logits_BSV, oracle(case, **AWKWARD).logits(tokens_BS), rtol=0, atol=1e-6, msg=case)
 
 
-@pytest.mark.matrix("deepseek_v3-dtype")
+@pytest.mark.full
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 @pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3"])
 def test_a_model_opens_in_the_type_of_its_weights_whatever_the_reference_has(

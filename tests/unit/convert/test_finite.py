@@ -113,7 +113,7 @@ def test_an_export_names_the_tensor_of_the_checkpoint(value: float, key: str, tm
         relaid(broken, tmp_path / "again", KeyLayout("local", "each"), source)
 
 
-@pytest.mark.matrix("model-fp8")
+@pytest.mark.full
 @pytest.mark.parametrize(("made", "kind"), [(fp8_model, "fp8"), (int4_model, "int4")])
 def test_blocks_are_not_made_of_weights_that_are_not_finite(
     made: Callable[[], tuple[dict[str, Any], Tensors, Tensors]], kind: str, tmp_path: Path
@@ -127,6 +127,7 @@ def test_blocks_are_not_made_of_weights_that_are_not_finite(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.full
 def test_a_mixture_is_not_made_of_slices_that_become_infinite(tmp_path: Path) -> None:
     config, tensors = plain(torch.bfloat16, "llama")
     name = "model.layers.1.mlp.down_proj.weight"
@@ -136,6 +137,7 @@ def test_a_mixture_is_not_made_of_slices_that_become_infinite(tmp_path: Path) ->
         upcycled(source, tmp_path / "moe", granularity=2, top_k=4)
 
 
+@pytest.mark.full
 def test_large_values_whose_sum_is_infinite_pass(tmp_path: Path) -> None:
     config, tensors = plain(torch.float16)
     tensors = {name: torch.full_like(tensor, 60000.0) for name, tensor in tensors.items()}
@@ -144,6 +146,7 @@ def test_large_values_whose_sum_is_infinite_pass(tmp_path: Path) -> None:
     assert_same(read_hf(exported(imported(source, tmp_path / "ckpt"), tmp_path / "out", reference=source)), tensors)
 
 
+@pytest.mark.full
 def test_the_type_that_the_message_advises_holds_the_values(tmp_path: Path) -> None:
     config, stored = fp8_in_fp16()
     source = write_hf(tmp_path / "hf", config, changed(stored, {UP + "_scale_inv": ending_in(1e4)}))

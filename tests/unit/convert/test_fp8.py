@@ -91,7 +91,7 @@ SCALE_TYPES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tens
 """Name: the scales as they are stored, what is stored as fp32 numbers, and what config.json says of it."""
 
 
-@pytest.mark.matrix("bf16")
+@pytest.mark.full
 @pytest.mark.parametrize("kind", SCALE_TYPES)
 def test_scales_of_other_types_are_read_as_the_numbers_that_they_are(kind: str, tmp_path: Path) -> None:
     store, read, settings = SCALE_TYPES[kind]

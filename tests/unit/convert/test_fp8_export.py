@@ -38,7 +38,7 @@ def test_weights_that_no_step_has_moved_give_back_every_byte(case: str, tmp_path
     assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in stored.values())
 
 
-@pytest.mark.matrix("bf16")
+@pytest.mark.full
 @pytest.mark.parametrize("kind", SCALE_TYPES)
 def test_scales_of_other_types_come_back_as_they_were_stored(kind: str, tmp_path: Path) -> None:
     store, _, settings = SCALE_TYPES[kind]
@@ -100,6 +100,7 @@ def test_moved_weights_are_the_nearest_numbers_of_scales_made_of_their_blocks(ki
     assert found[UP + "_scale_inv"][1, 1].float() == reference[UP + "_scale_inv"][1, 1].float()
 
 
+@pytest.mark.full
 def test_only_the_blocks_of_a_moved_weight_change(tmp_path: Path) -> None:
     config, stored, meant = model()
     source = write_hf(tmp_path / "hf", config, stored)
@@ -116,6 +117,7 @@ def test_only_the_blocks_of_a_moved_weight_change(tmp_path: Path) -> None:
     assert_same(found, stored)
 
 
+@pytest.mark.full
 def test_any_rows_are_those_of_the_whole_tensor(tmp_path: Path) -> None:
     """Chunks of large tensors begin and end within blocks."""
     config, stored, meant = model()

@@ -117,6 +117,7 @@ def test_an_export_is_pushed_into_a_private_repository(hub, checkpoint, tmp_path
     assert f"{hub.url}/me/tiny" in shown.out.replace("\n", "") and TOKEN not in shown.out + shown.err
 
 
+@pytest.mark.full
 def test_files_of_an_earlier_export_go_where_readers_would_take_them_for_the_new(hub, checkpoint, tmp_path):
     shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     read = ["model.safetensors.index.json", "adapter_config.json", "chat_template.jinja", "tokenizer.json"]

@@ -73,6 +73,7 @@ def test_a_trained_checkpoint_stays_one_of_its_run(converted: Converted, tmp_pat
     assert replace(of_run, files=found.files, crc32=found.crc32, time=found.time) == found
 
 
+@pytest.mark.full
 def test_the_keys_of_local_layers_are_megatrons(tmp_path: Path) -> None:
     """Megatron's local layers have other names for the norms before MLPs and for those of latents."""
     qwen = read_dist(imported(saved("qwen3_moe", tmp_path / "a"), tmp_path / "b", keys="local", layers="each"))
@@ -117,6 +118,7 @@ def test_a_reference_of_another_model_is_refused(tmp_path: Path) -> None:
         exported(checkpoint, tmp_path / "back", reference=other)
 
 
+@pytest.mark.full
 def test_a_reference_needs_no_weights(tmp_path: Path) -> None:
     source = saved("mixtral", tmp_path / "hf")
     checkpoint = imported(source, tmp_path / "ckpt")
@@ -169,7 +171,7 @@ def test_attention_of_layer_i_is_layer_2i_and_its_mlp_layer_2i_plus_1(tmp_path: 
     assert layers == set(range(6)) and "decoder.final_layernorm.weight" not in found
 
 
-@pytest.mark.matrix("glm4_moe")
+@pytest.mark.full
 @pytest.mark.parametrize("case", PATTERNS)
 def test_the_arguments_of_megatron_lm_have_the_pattern(case: str, converted: Converted, tmp_path: Path) -> None:
     """Without it Megatron-LM 0.19 takes a checkpoint for GPTModel's, and with it for HybridModel's."""
@@ -185,6 +187,7 @@ def test_the_arguments_of_megatron_lm_have_the_pattern(case: str, converted: Con
     assert home == native | absent and absent.keys() <= {"hybrid_layer_pattern", "moe_layer_freq"}
 
 
+@pytest.mark.full
 def test_training_refuses_hybrid_layers_and_names_the_command(
     one_rank: Mesh, converted: Converted, tmp_path: Path
 ) -> None:

@@ -109,6 +109,7 @@ REPEATED: list[tuple[Callable[[], tuple[Any, ...]], str, Callable[[Tensor], Tens
 """A model, a tensor of its folder, how it is changed, and the tensor that differs then."""
 
 
+@pytest.mark.matrix("mxfp4")
 @pytest.mark.parametrize(("made", "name", "change", "found"), REPEATED, ids=["int4", "mxfp4", "an MTP embedding"])
 def test_a_changed_scale_or_repeated_tensor_is_found(
     made: Callable[[], tuple[Any, ...]], name: str, change: Callable[[Tensor], Tensor], found: str, tmp_path: Path
@@ -120,6 +121,7 @@ def test_a_changed_scale_or_repeated_tensor_is_found(
         assert [difference.name for difference in differing(*pair)] == [found]
 
 
+@pytest.mark.full
 def test_a_tied_output_that_differs_is_found_in_any_pair_of_formats(tmp_path: Path, converted: Converted) -> None:
     theirs = oracle("qwen3")
     source, checkpoint = converted("qwen3")

@@ -70,7 +70,7 @@ def test_an_export_has_every_small_file_of_the_published_folder(name: str, tmp_p
     assert "exported by mcore_rl" in (out / "README.md").read_text()
 
 
-@pytest.mark.matrix("Kimi-K2-Instruct")
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["Moonlight-16B-A3B", "Kimi-K2-Instruct"])
 def test_the_tokenizer_of_a_run_is_a_tiktoken_model_with_its_code(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

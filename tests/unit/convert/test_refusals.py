@@ -278,7 +278,7 @@ def test_mtp_layers_are_kept_or_dropped(tmp_path: Path) -> None:
     assert differing(thin, plain) == []
 
 
-@pytest.mark.matrix("counted")
+@pytest.mark.full
 @pytest.mark.parametrize("counts", [{}, {"mtp_num_hidden_layers": 1}], ids=["not counted", "counted"])
 def test_the_mtp_layer_of_qwen3_next_is_kept_or_dropped_whether_config_json_counts_it(
     counts: dict[str, int], tmp_path: Path

@@ -105,6 +105,7 @@ def test_an_older_checkpoint_beside_newer_ones_does_not_become_the_newest(home: 
     assert (folder / "latest_checkpointed_iteration.txt").read_text() == "3\n"
 
 
+@pytest.mark.full
 def test_an_output_whose_naming_fails_gives_the_old_one_its_name_back(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,6 +137,7 @@ def test_an_output_that_somebody_changes_meanwhile_is_not_replaced(home: Path) -
     assert (home / "out/own/notes.txt").read_text() == "written while the conversion ran"
 
 
+@pytest.mark.full
 def test_records_of_an_output_that_was_named_do_not_pass_for_tasks_of_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,6 +88,7 @@ def test_tasks_that_are_done_are_not_done_again(tmp_path: Path) -> None:
     assert unchanged >= {f"__{index}_0.distcp" for index in done}
 
 
+@pytest.mark.full
 def test_an_unfinished_conversion_is_not_resumed_with_another_source_or_option(tmp_path: Path) -> None:
     source, output = saved("deepseek_v3", tmp_path / "hf"), tmp_path / "ckpt"
     killed(imported, source, output, 3)
@@ -115,6 +116,7 @@ def test_an_output_that_exists_is_kept_until_its_successor_is_complete(tmp_path:
     assert sorted(path.name for path in output.iterdir()) == ["iter_0000000", "latest_checkpointed_iteration.txt"]
 
 
+@pytest.mark.full
 def test_two_conversions_to_one_output_do_not_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, output = saved("deepseek_v3", tmp_path / "hf"), tmp_path / "ckpt"
     killed(imported, source, output, 3)
@@ -175,6 +177,7 @@ def test_a_disk_that_fills_up_ends_the_conversion_with_a_remedy_and_the_same_com
     assert not next_work(output).exists()
 
 
+@pytest.mark.full
 def test_weights_that_are_overwritten_while_they_are_imported_make_no_checkpoint(tmp_path: Path) -> None:
     source, output = saved("deepseek_v3", tmp_path / "hf"), tmp_path / "ckpt"
     shard = source / "model-00003-of-00003.safetensors"

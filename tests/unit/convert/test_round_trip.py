@@ -44,7 +44,7 @@ FIVE_EXPERTS = {
 }
 
 
-@pytest.mark.matrix("deepseek_v3")
+@pytest.mark.full
 @pytest.mark.parametrize("case", FIVE_EXPERTS)
 def test_five_experts_of_a_vocabulary_of_1003(case: str, tmp_path: Path) -> None:
     changes = FIVE_EXPERTS[case] | AWKWARD
@@ -80,6 +80,7 @@ def test_the_number_of_workers_does_not_change_a_byte(tmp_path: Path) -> None:
     assert bytes_of(back[0]) == bytes_of(back[1]) == bytes_of(exported(three, tmp_path / "c", settings))
 
 
+@pytest.mark.full
 def test_fused_experts_make_the_same_checkpoint_and_are_written_as_the_reference_has_them(tmp_path: Path) -> None:
     theirs = oracle("qwen3_moe")
     fused = write_hf(tmp_path / "fused", theirs.config, dict(theirs.model.state_dict()))
@@ -101,6 +102,7 @@ def test_a_tied_output_is_written_if_the_reference_repeats_it(tmp_path: Path) ->
     assert "lm_head.weight" not in read_hf(exported(checkpoint, tmp_path / "b"))
 
 
+@pytest.mark.full
 def test_another_type_rounds_once_and_leaves_the_expert_bias(tmp_path: Path) -> None:
     theirs = oracle("deepseek_v3")
     checkpoint = imported(saved("deepseek_v3", tmp_path / "hf"), tmp_path / "ckpt", dtype="bf16")
@@ -114,6 +116,7 @@ def test_another_type_rounds_once_and_leaves_the_expert_bias(tmp_path: Path) -> 
     }
 
 
+@pytest.mark.full
 def test_expert_biases_return_in_the_type_of_the_folder_until_training_has_moved_them(tmp_path: Path) -> None:
     theirs = oracle("minimax_m2")
     in_bf16 = {name: tensor.bfloat16() for name, tensor in theirs.tensors.items()}

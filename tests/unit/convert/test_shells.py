@@ -102,6 +102,7 @@ def test_texts_have_the_logits_of_the_whole_model(name: str, one_rank: Mesh) -> 
     assert (found - wanted).abs().max() <= (2e-4 if name.startswith("qwen3_5") else TOLERANCE)
 
 
+@pytest.mark.full
 def test_expert_biases_of_a_model_of_images_return_in_its_type(tmp_path: Path) -> None:
     theirs = whole("glm4v_moe")
     in_bf16 = {name: tensor.bfloat16() for name, tensor in theirs.tensors.items()}
@@ -131,6 +132,7 @@ def test_every_tensor_comes_back_bit_for_bit(name: str, is_published: bool, tmp_
     assert passing <= manifest["sources"]["tensors"].keys()
 
 
+@pytest.mark.full
 def test_without_a_reference_an_export_is_the_text_model_alone(tmp_path: Path) -> None:
     theirs = whole("qwen3_vl_moe")
     source = write_hf(tmp_path / "hf", theirs.config, as_published(theirs.tensors))
@@ -177,6 +179,7 @@ def test_kimi_k25_is_kimi_k2_within_a_tower_and_a_projector(tmp_path: Path) -> N
     assert_same(read_hf(exported(checkpoint, tmp_path / "again", reference=source)), tensors)
 
 
+@pytest.mark.matrix("fp8")
 @pytest.mark.parametrize(("model", "kind"), [(int4_model, "int4"), (fp8_model, "fp8")], ids=["int4", "fp8"])
 def test_blocks_of_a_text_model_inside_are_read_and_written_under_the_names_of_their_folder(
     model: Callable[[], tuple[dict[str, Any], Tensors, Tensors]], kind: str, tmp_path: Path
@@ -199,6 +202,7 @@ def test_blocks_of_a_text_model_inside_are_read_and_written_under_the_names_of_t
     assert (packed / "config.json").read_bytes() == (source / "config.json").read_bytes()
 
 
+@pytest.mark.full
 def test_quantized_tensors_that_pass_are_refused(tmp_path: Path) -> None:
     config, tensors = kimi()
     quantized = {"vision_tower.blocks.0.wo.weight": torch.rand(8, 8).to(torch.float8_e4m3fn)}
@@ -310,7 +314,7 @@ def trained_from(source: Path, checkpoint: Path, folder: Path) -> Path:
     return trained(checkpoint, source, folder / "run")
 
 
-@pytest.mark.matrix("a relayout of a run")
+@pytest.mark.full
 @pytest.mark.parametrize("way", WAYS)
 def test_the_import_is_found_behind_relayouts_and_runs(
     way: str, images: tuple[Tensors, Path, Path], tmp_path: Path
@@ -327,6 +331,7 @@ def notes(checkpoint: Path, reference: Path, folder: Path) -> str:
     return "\n".join(plan_export(checkpoint, folder, ExportOptions(reference=reference), ONE_FILE).notes)
 
 
+@pytest.mark.full
 def test_it_is_said_whether_the_tensors_of_a_reference_could_be_compared(
     images: tuple[Tensors, Path, Path], tmp_path: Path
 ) -> None:

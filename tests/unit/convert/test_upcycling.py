@@ -26,6 +26,7 @@ def experts(tensors: Tensors, layer: int, role: str) -> list[torch.Tensor]:
     return [tensors[f"model.layers.{layer}.block_sparse_moe.experts.{e}.{role}.weight"] for e in range(8)]
 
 
+@pytest.mark.matrix("llama-llama3-mixtral-options1")
 @pytest.mark.parametrize(
     ("case", "kind", "options"),
     [
@@ -54,6 +55,7 @@ def test_without_noise_transformers_computes_the_same_logits(
     assert main(["convert", "import", str(out), str(tmp_path / "ckpt"), "--workers", "1"]) == 0
 
 
+@pytest.mark.matrix("llama-changes0-absent0")
 @pytest.mark.parametrize(
     ("case", "changes", "absent"),
     [
@@ -94,6 +96,7 @@ def test_slices_of_a_copy_share_their_row_of_the_router_and_make_up_the_mlp(tmp_
     assert torch.equal(torch.cat([first, second]), dense["model.layers.1.mlp.up_proj.weight"])
 
 
+@pytest.mark.full
 def test_noise_has_the_given_size_in_each_expert_and_no_other_tensor(tmp_path: Path) -> None:
     source = saved("llama", tmp_path / "dense", torch.bfloat16)
     out = upcycled(source, tmp_path / "moe", noise=0.25, seed=1)

@@ -2,17 +2,16 @@
 
 import csv
 import gzip
+import importlib
 import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 import torch.distributed as dist
 from backports import zstd
-from datasets import Dataset
 
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.data.chat import Chat, load_chat
@@ -22,6 +21,11 @@ from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.data.tokenizer_training import TokenizerTraining, train_tokenizer
 
 JSONL = DocumentFormat(kind="jsonl")
+
+
+def datasets() -> Any:
+    """The library, whose import takes seconds: only the process that runs these tests needs it."""
+    return importlib.import_module("datasets")
 
 
 def made_up_documents(count: int, *, words: int, seed: int = 0) -> list[str]:
@@ -80,8 +84,11 @@ def in_form(form: str, lines: list[dict[str, str]], folder: Path, monkeypatch: p
         (path := folder / "a/a.json").write_text(text, encoding="utf-8" if form == "list" else form)
         return str(path)
     if form == "saved":
-        Dataset.from_list(lines).save_to_disk(folder / "a/saved")
+        datasets().Dataset.from_list(lines).save_to_disk(folder / "a/saved")
         return str(folder / "a/saved")
+    # Here, and not in every process of tests, of which one has these.
+    import pyarrow.parquet
+
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(lines), folder / "a/train.parquet", row_group_size=7)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(folder / "cache"))
     return f"hub:{folder}/a:train" if form == "hub" else str(folder / "a/train.parquet")

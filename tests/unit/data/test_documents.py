@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from backports import zstd
-from datasets import Dataset, DatasetDict
 from rich.console import Console
 
 from mcore_rl.config.rl.rollout import PromptConfig
@@ -25,7 +24,16 @@ from mcore_rl.data.records import filled, read_records
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import DataError
 from mcore_rl.rl.rollouts.prompts import read_problems
-from tests.unit.data.conftest import FORMS, JSONL, chat_of, in_form, made_up_documents, preprocessing, write_lines
+from tests.unit.data.conftest import (
+    FORMS,
+    JSONL,
+    chat_of,
+    datasets,
+    in_form,
+    made_up_documents,
+    preprocessing,
+    write_lines,
+)
 from tools.python_corpus import write_python_corpus
 
 WHOLE = DocumentFormat(kind="text")
@@ -154,8 +162,8 @@ def test_an_input_that_is_not_there_is_refused(tmp_path):
 
 
 def test_a_saved_dataset_is_read_one_split_at_a_time(tmp_path):
-    texts = Dataset.from_list([{"text": "one"}, {"text": "two"}])
-    DatasetDict({"train": texts, "test": texts.select([1])}).save_to_disk(tmp_path / "both")
+    texts = datasets().Dataset.from_list([{"text": "one"}, {"text": "two"}])
+    datasets().DatasetDict({"train": texts, "test": texts.select([1])}).save_to_disk(tmp_path / "both")
     with pytest.raises(
         DataError, match=f"several splits. Name one of them: {tmp_path}/both/train, {tmp_path}/both/test"
     ):

@@ -153,7 +153,7 @@ def cut(options, corpus, tmp_path):
     return replace(options, inputs=(tmp_path / "cut.jsonl",), max_bad=0.5)
 
 
-@pytest.mark.matrix("moved0", "moved2")
+@pytest.mark.matrix("moved0")
 @pytest.mark.parametrize("moved", [(), (".bin",), (".bin", ".idx")])
 def test_a_run_killed_while_it_moved_its_files_is_ended_by_the_next(cut, tmp_path, moved):
     whole = replace(cut, output=tmp_path / "whole")
@@ -169,6 +169,7 @@ def test_a_run_killed_while_it_moved_its_files_is_ended_by_the_next(cut, tmp_pat
     assert not partial.exists()
 
 
+@pytest.mark.full
 def test_a_part_that_was_damaged_before_the_run_went_on_is_not_joined(cut):
     shard = stop_before_the_end(cut) / "shard-000000.bin"
     content = bytearray(shard.read_bytes())
@@ -180,6 +181,7 @@ def test_a_part_that_was_damaged_before_the_run_went_on_is_not_joined(cut):
     run(cut)
 
 
+@pytest.mark.full
 def test_data_made_anew_with_the_same_lengths_is_other_data_to_a_run(options, corpus, tmp_path):
     text = tmp_path / "text.jsonl"
     text.write_bytes(corpus.read_bytes()[:20_000].replace(b" 1984 ", b" 1985 "))
@@ -207,6 +209,7 @@ def test_an_existing_dataset_is_kept_unless_overwriting_is_asked_for(options, re
     assert len(IndexedDataset(str(options.output))) == 50
 
 
+@pytest.mark.full
 def test_an_unfinished_run_with_other_input_is_not_mixed_in(cut, corpus, tmp_path):
     stop_before_the_end(cut)
     cut.inputs[0].write_bytes(corpus.read_bytes()[20_000:].split(b"\n", 1)[1])
@@ -233,6 +236,7 @@ def test_bad_lines_are_left_out_counted_and_told_with_file_and_line(options, tmp
     assert f"{tmp_path}/b.jsonl:4: no key 'text' (keys: id)" in said
 
 
+@pytest.mark.full
 def test_line_numbers_count_on_over_shards(options, corpus, tmp_path):
     lines = corpus.read_bytes().splitlines(keepends=True)
     bad = [0, 100, 350, 699]
@@ -270,6 +274,7 @@ def test_plain_text_is_a_document_a_file(options, tokenizer, tmp_path):
     assert [model.decode(dataset[i].tolist()[:-1]) for i in range(len(dataset))] == ["one\n\ntwo\n", "three\n"]
 
 
+@pytest.mark.full
 def test_a_disk_that_fills_up_leaves_nothing_under_the_name_and_the_run_goes_on_later(options, reference, tmp_path):
     # Smaller than a shard: any write beyond it fails.
     process = start(options, tmp_path / "output", limit_bytes=64 << 10)
@@ -351,6 +356,7 @@ def test_help_shows_an_example_and_imports_no_torch(tool):
     assert f"example:\n  {commands.get(tool, f'python tools/{tool}.py')} " in said
 
 
+@pytest.mark.full
 def test_one_flipped_bit_of_a_dataset_is_found_without_a_second_copy(options, capsys):
     run(options)
     written = files(options.output)
@@ -373,6 +379,7 @@ def test_one_flipped_bit_of_a_dataset_is_found_without_a_second_copy(options, ca
     assert "nothing was recorded when it was written" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_tokenizers_and_datasets_in_a_folder_of_texts_are_not_read(tokenizer, tmp_path):
     books = tmp_path / "books"
     books.mkdir()

@@ -5,8 +5,6 @@ import gzip
 import json
 import lzma
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 from backports import zstd
 
@@ -159,6 +157,8 @@ def folder(tmp_path):
     path = tmp_path / "data"
     path.mkdir()
     (path / "b.jsonl.gz").write_bytes(gzip.compress(json.dumps(LINES[1]).encode()))
+    import pyarrow.parquet
+
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([LINES[0]] * 2), path / "a.parquet")
     (path / "README.md").write_text("not data")
     (path / "more").mkdir()

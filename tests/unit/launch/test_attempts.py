@@ -146,6 +146,7 @@ def test_a_line_of_setup_that_fails_everywhere_ends_the_job_before_the_program(m
     assert f"{cause}. Correct the cluster's file" in done.stdout.splitlines()[-1]
 
 
+@pytest.mark.full
 def test_a_line_of_setup_that_fails_on_one_node_excludes_that_node(machines):
     done = machines.attempt(setup=('[ "$SLURMD_NODENAME" != n2 ]',))
     assert done.returncode == 0 and machines.excluded == "n2"
@@ -166,6 +167,7 @@ def test_a_check_that_fails_on_all_nodes_for_one_reason_ends_the_job(machines):
     assert machines.ends == [("unfit", "2", f"every node is unfit in the same way: {reason}")]
 
 
+@pytest.mark.full
 def test_nodes_that_fail_for_different_reasons_are_excluded(machines):
     line = 'if [ "$SLURMD_NODENAME" = n1 ]; then false; else exit 7; fi'
     done = machines.attempt(pre_node=(line,))
@@ -173,6 +175,7 @@ def test_nodes_that_fail_for_different_reasons_are_excluded(machines):
     assert [end[:2] for end in machines.ends] == [("unfit", "requeue")]
 
 
+@pytest.mark.full
 def test_one_node_proves_nothing_but_a_second_one_with_the_same_fault_does(machines):
     fields = {"pre_node": ("test -e /gone",)}
     assert machines.attempt(hosts="n1", **fields).returncode == 0 and machines.excluded == "n1"
@@ -181,6 +184,7 @@ def test_one_node_proves_nothing_but_a_second_one_with_the_same_fault_does(machi
     assert [end[:2] for end in machines.ends] == [("unfit", "requeue"), ("unfit", "2")]
 
 
+@pytest.mark.full
 def test_two_nodes_whose_all_reduce_fails_are_both_excluded_as_either_may_be_the_cause(machines):
     fault = "no all-reduce was as it should be: Connection closed by peer [10.0.0.3]:4711"
     machines.program(f'echo "$SLURMD_NODENAME: UNFIT: {fault}"; exit 3')
@@ -190,6 +194,7 @@ def test_two_nodes_whose_all_reduce_fails_are_both_excluded_as_either_may_be_the
     assert done.returncode == STATUS["refused"]
 
 
+@pytest.mark.full
 def test_a_checks_own_limit_ends_it_and_is_its_reason(machines):
     machines.program("touch $RUN/DONE")
     line = 'if [ "$SLURMD_NODENAME" = n2 ]; then /bin/sleep 600; fi'
@@ -235,6 +240,7 @@ def fails_on(host: str, headline: str = "ended", status: int = 139, prefix: str 
     return f"{prefix}\n[ $SLURMD_NODENAME != {host} ] || cat >{file} <<'EOF'\n{text}\nEOF\nexit 1"
 
 
+@pytest.mark.matrix("n2 n2 n1 n2-3-")
 @pytest.mark.parametrize(
     ("crashing", "last_attempts", "excluded"), [("n2 n1 n2 n1 n2", 10, "n2"), ("n2 n2 n1 n2", 3, "")]
 )
@@ -276,6 +282,7 @@ def test_without_its_bad_node_a_job_has_one_more_attempt(machines):
     assert machines.attempt(3, "n1 n3").returncode == STATUS["crash_loop"] and machines.excluded == "n2"
 
 
+@pytest.mark.full
 def test_crashes_with_progress_between_them_have_a_limit_too(machines):
     codes = []
     for number in range(3):
@@ -288,6 +295,7 @@ def test_crashes_with_progress_between_them_have_a_limit_too(machines):
 SPARE = {"hosts": "n1 n2 n3", "nodes": 2, "spares": 1}
 
 
+@pytest.mark.full
 def test_when_too_few_nodes_are_left_the_job_is_requeued_and_attempts_stay_apart(machines):
     machines.program(f"if [ -e $RUN/logs/7.1 ]; then\n{fails_on('n1')}\nelse\n{fails_on('n2')}\nfi")
     done = machines.attempt(**SPARE)
@@ -310,6 +318,7 @@ def test_an_unfit_node_and_one_that_slurm_calls_down_are_replaced_by_spares(mach
     assert "begins anew on n1,n4, within the allocation and without n2,n3" in done.stdout and machines.excluded == ""
 
 
+@pytest.mark.full
 def test_a_crash_of_nobody_knows_whom_begins_anew_only_where_nodes_are_checked_and_gives_up(machines):
     machines.program("exit 1")
     assert machines.attempt(**SPARE).returncode == 0
@@ -321,6 +330,7 @@ def test_a_crash_of_nobody_knows_whom_begins_anew_only_where_nodes_are_checked_a
     assert [end[:2] for end in machines.ends] == [("crash", "restart")] * 2 + [("crash", "11")]
 
 
+@pytest.mark.full
 def test_an_orphan_does_not_begin_anew_beside_the_attempt_that_slurm_has_started(machines):
     machines.program(fails_on("n2"))
     (machines.folder / "restarts").write_text("1")
@@ -329,6 +339,7 @@ def test_an_orphan_does_not_begin_anew_beside_the_attempt_that_slurm_has_started
     assert [end[:2] for end in machines.ends] == [("lost", "orphan")]
 
 
+@pytest.mark.full
 def test_a_task_on_another_node_has_the_job_requeued_that_has_lost_its_first_one(machines):
     """Slurm does not, because of --no-kill. The task leaves a job alone that still has the node, or that runs anew."""
     (machines.folder / "watched").touch()
@@ -347,6 +358,7 @@ mkdir -p $RUN/aside && mv $RUN/attempts.jsonl $RUN/aside/ && mkdir $RUN/attempts
 """As on a file system that is read-only for a while: the file of the attempts cannot be written."""
 
 
+@pytest.mark.full
 def test_a_folder_that_stays_unwritable_ends_the_job(machines, monkeypatch):
     monkeypatch.setattr(job, "WRITABLE_S", 1)
     machines.program(f"[ $SLURMD_NODENAME = n1 ] || exit 1\n{UNWRITABLE}exit 1")
@@ -366,6 +378,7 @@ def test_a_full_disk_is_the_cause_and_is_retried_before_the_job_gives_up(machine
     assert re.fullmatch(r"the disk is full \(\d+ MiB free at /\S+\): rank 0 on n1: writing .*", cause)
 
 
+@pytest.mark.full
 def test_on_a_disk_that_is_full_to_the_last_byte_cause_and_end_are_written(machines):
     """A disk of 4 MiB for the run, in a namespace of its own: a mount needs no privileges there."""
     enter = [shutil.which("unshare"), "--map-root-user", "--mount"]
@@ -539,6 +552,7 @@ def test_an_inherited_bash_env_serves_the_lines_of_setup(machines, monkeypatch):
     assert "cuda" in (machines.folder / "loaded").read_text()
 
 
+@pytest.mark.full
 def test_a_cause_that_could_not_be_written_is_the_first_cause_all_the_same(machines):
     """As on a file system that has become read-only: a file stands where the folder of the causes was."""
     module = "from mcore_rl.workers.failures import note_failure, rank_failure as f"
@@ -661,6 +675,7 @@ def test_a_python_that_cannot_be_started_ends_the_job_at_once_with_the_line_of_i
     assert cause.endswith(PYTHONLESS[python])
 
 
+@pytest.mark.full
 def test_a_save_that_takes_longer_than_signal_s_is_the_cause_with_the_field_to_raise(machines):
     machines.program("[ $SLURMD_NODENAME = n1 ] || exit 0\nkill -USR1 $(ps -o ppid= $PPID)\n/bin/sleep 4")
     assert machines.attempt(signal_s=4).returncode == 0
@@ -669,6 +684,7 @@ def test_a_save_that_takes_longer_than_signal_s_is_the_cause_with_the_field_to_r
     assert re.fullmatch(r"the run did not save within [23] s: set survival.signal_s=4 to more than a step .*", cause)
 
 
+@pytest.mark.matrix("40-True")
 @pytest.mark.parametrize(("since_s", "is_short"), [(40, True), (0, False)])
 def test_a_save_that_takes_longer_than_the_grace_time_of_a_preemption_is_the_cause(machines, since_s, is_short):
     """Slurm's own lines, of 22.05: the step is cancelled first, and the job when the grace time is over."""

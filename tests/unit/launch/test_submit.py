@@ -286,6 +286,7 @@ def small_job(home, folder):
     return plan, Code(home / "code", "", ())
 
 
+@pytest.mark.full
 def test_of_two_launches_at_once_one_submits_and_keeps_its_files(home, slurm, monkeypatch):
     monkeypatch.setattr("mcore_rl.storage.files.LOCK_POLL_S", 0.002)
     monkeypatch.setattr("mcore_rl.launch.submit.render", lambda job: "script")
@@ -337,6 +338,7 @@ def modes(folder):
     return {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir() if path.is_file()}
 
 
+@pytest.mark.full
 def test_files_of_a_launch_have_the_permissions_of_their_sources(home, slurm, tmp_path):
     base, cluster = tmp_path / "base.toml", tmp_path / "cluster.toml"
     base.write_text(f'extends = "{CPU}"\nenvironment = {{ API_KEY = "secret" }}\n')
@@ -450,6 +452,7 @@ def test_a_run_whose_fence_names_a_live_job_is_refused(home, slurm, capsys):
     assert launch(DATA) == 0
 
 
+@pytest.mark.full
 def test_the_program_is_known_by_the_configs_fields_or_its_name_or_is_chosen(home, slurm, capsys):
     (home / "mine.toml").write_text(f'extends = "{RECIPE}"\ndata.train = ["data/train"]\n')
     assert launch(recipe=home / "mine.toml") == 0
@@ -543,6 +546,7 @@ def test_the_same_command_skips_finished_stages_and_goes_on_with_the_failed_one(
     assert "all 100 steps are done. Delete its DONE" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_a_stage_may_load_one_checkpoint_of_the_run_before(pipeline, slurm):
     one = "checkpoint.load=runs/tiny_moe/checkpoints/iter_0000300"
     pipeline["recipe"].write_text(PIPELINE.replace("checkpoint.load=runs/tiny_moe", one))
@@ -577,7 +581,7 @@ def test_a_config_with_what_toml_must_escape_reaches_the_job(home, slurm):
 HEAVY = "any(name.partition('.')[0] in ('torch', 'megatron', 'transformers', 'numpy') for name in sys.modules)"
 
 
-@pytest.mark.matrix("jobs")
+@pytest.mark.full
 @pytest.mark.parametrize("command", ["launch", "jobs"])
 def test_a_login_node_is_answered_without_what_takes_seconds_to_import(command, home, slurm):
     assert launch(DATA) == 0

@@ -40,6 +40,7 @@ def test_on_an_emulated_gpu_routes_travel_before_the_microbatch_in_front_of_them
     assert "overwrites what a copy to the GPU may not have read yet" in overwritten
 
 
+@pytest.mark.full
 def test_on_an_emulated_gpu_an_engines_routes_are_checked_there_and_the_host_waits_once() -> None:
     done = emulated("cuda", "tests.emulated_replay:rollout_routes")
     assert done.returncode == 0, done.stderr[-3000:]

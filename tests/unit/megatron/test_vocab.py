@@ -188,6 +188,7 @@ def test_the_gradient_of_the_forward_kl_is_that_of_finite_differences():
     )
 
 
+@pytest.mark.full
 def test_a_student_of_the_forward_kl_keeps_the_teachers_mass_outside_of_its_likeliest_tokens():
     """Without a tail the student's mass there is 1.6e-4 in the end, of the teacher's .50 (TRL's tail bucket)."""
     torch.manual_seed(0)

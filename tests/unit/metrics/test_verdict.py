@@ -150,7 +150,7 @@ def simulated(length: int, runs: int, aim: Callable, reward: Callable) -> Iterat
         yield first_alarm(aims, [random.gauss(reward(time), 0.1) for time in times])
 
 
-@pytest.mark.matrix("20-200-an accuracy that stays", "60-100-an accuracy that rises", "60-100-a run that falls apart")
+@pytest.mark.matrix("20-200-an accuracy that stays", "60-100-a run that falls apart")
 @pytest.mark.parametrize(
     ("aim", "reward"),
     [
@@ -167,7 +167,7 @@ def test_healthy_runs_and_runs_that_fall_apart_alarm_in_at_most_5_of_100(aim, re
     assert alarms <= quantile(runs, 0.05, 0.999)
 
 
-@pytest.mark.matrix("60-0.5-0.99", "60-0.15-0.9")
+@pytest.mark.matrix("60-0.5-0.99")
 @pytest.mark.parametrize(
     ("length", "fall", "power"), [(20, 0.5, 0.95), (60, 0.5, 0.99), (60, 0.15, 0.9), (200, 0.15, 0.99)]
 )

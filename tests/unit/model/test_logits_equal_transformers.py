@@ -77,7 +77,7 @@ def test_logits_of_gated_delta_nets_equal_those_of_transformers(case: str, one_r
     assert distance_in_double(theirs, theirs.ours, to_global(theirs.tensors, theirs.ours), one_rank, 1500) <= 1e-5
 
 
-@pytest.mark.matrix("qwen3_next-yarn")
+@pytest.mark.full
 @pytest.mark.parametrize("case", TURNED_IN_PART)
 def test_logits_of_yarn_on_a_part_of_each_head_equal_those_of_transformers(case: str, one_rank: Mesh) -> None:
     """At 1,000 positions, of an original context of 16; YaRN's frequencies are rounded to fp32 in two ways."""

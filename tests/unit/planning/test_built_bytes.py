@@ -203,7 +203,7 @@ def test_models_that_wait_in_main_memory_have_the_bytes_that_megatron_builds():
     assert -2 * counted.gaps <= excess["main memory"] <= 0
 
 
-@pytest.mark.matrix("3")
+@pytest.mark.full
 @pytest.mark.parametrize("world", [3, 5])
 def test_the_shares_of_an_odd_number_of_ranks_are_together_the_whole_state(world):
     config = config_of("llama", "bf16", {}, 0)
@@ -214,6 +214,7 @@ def test_the_shares_of_an_odd_number_of_ranks_are_together_the_whole_state(world
     assert all(rank.weights - 2 * rank.gaps == one.weights for rank in counted)
 
 
+@pytest.mark.full
 def test_routers_that_are_frozen_have_neither_gradients_nor_a_state():
     words = ("rl.freeze_router=true", "model.moe.aux_loss_coeff=0", "platform.precision=bf16")
     frozen = load_config(RlRunConfig, recipe_files(RECIPES)["tiny_moe/gspo"], words)

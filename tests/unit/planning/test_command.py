@@ -199,6 +199,7 @@ def test_a_table_of_worlds_takes_gpus_and_says_where_more_do_not_help(capsys):
     assert told == {world: pytest.approx(share, abs=1) for world, share in shares.items() if share > 60} != shares
 
 
+@pytest.mark.full
 def test_a_mesh_within_a_node_comes_first_among_those_that_are_alike():
     found = searched("deepseek_v3/pretrain", 256)
     spans = [max(one.mesh.tp * one.mesh.cp, one.mesh.ep * one.mesh.etp) > 8 for one in found.shortlist()]

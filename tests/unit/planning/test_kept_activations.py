@@ -159,7 +159,7 @@ def indexers_counted(precision, tp, kinds, cases):
     return found
 
 
-@pytest.mark.matrix("bf16-1")
+@pytest.mark.full
 @pytest.mark.parametrize(("precision", "tp"), [("bf16", 1), ("bf16", 2), ("fp32", 1)])
 def test_attention_over_chosen_keys_keeps_less_than_its_plan_has(precision, tp):
     """Its blocks are computed again, so that they keep no statistics; the plan does not know how long samples are."""
@@ -179,7 +179,7 @@ def counted_with_products(*case):
     return counted(*case)
 
 
-@pytest.mark.matrix("deepseek_v3")
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
 def test_products_that_are_left_out_change_no_count(family):
     case = (family, "bf16", 1, "none")

@@ -34,7 +34,7 @@ def place(room_gib=73.6, device="H100"):
     return Place(ranks_per_node=8, room_bytes=room_gib * GIB, device=device and DEVICES[device])
 
 
-@pytest.mark.matrix("llama3_8b/pretrain-24-overrides1")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "world", "overrides"),
     [
@@ -128,6 +128,7 @@ def test_the_nearest_change_little_and_fit():
     assert found.changes(near[0]) == {"optim.offload_fraction": 1.0}
 
 
+@pytest.mark.full
 def test_without_a_device_what_recomputes_and_exchanges_least_comes_first():
     first = searched("qwen3_30b_a3b/grpo_r2", 8, inf, None).choices[0]
     assert first.seconds is None

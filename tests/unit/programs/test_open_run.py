@@ -94,6 +94,7 @@ def test_a_run_that_resumes_keeps_the_precision_it_began_with(tmp_path: Path, be
     assert decided(named) == named
 
 
+@pytest.mark.full
 def test_precision_auto_is_bf16_on_a_gpu_and_fp32_on_a_cpu_and_the_log_begins_with_it(tmp_path: Path) -> None:
     done = emulated("cuda", "tests.emulated_runs:precision", str(tmp_path))
     assert not done.returncode, done.stderr

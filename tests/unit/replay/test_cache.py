@@ -369,6 +369,7 @@ def test_gates_of_the_live_choice_are_normalised(run: Run) -> None:
     assert torch.allclose(gates, torch.tensor([2 / 3, 1 / 3])[:, None, None].expand(2, 1, 2))
 
 
+@pytest.mark.matrix("384")
 @pytest.mark.parametrize("num_experts", [384, 512])
 def test_more_experts_than_a_byte_holds_are_replayed(num_experts: int) -> None:
     case = Case(model="", mesh=MeshConfig(), layouts=PADDED)
@@ -460,6 +461,7 @@ def test_stale_routes_of_an_engine_are_counted(run: Run) -> None:
     )
 
 
+@pytest.mark.matrix("error")
 @pytest.mark.parametrize("missing", ["error", "live"])
 def test_a_preempted_request_has_no_routes(missing: Any) -> None:
     replay = ReplayConfig(kind="r3", missing=missing)
@@ -526,6 +528,7 @@ def test_a_token_that_was_left_out_is_an_error_that_names_it_unless_it_may_be_mi
         imposed(run)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -547,7 +550,7 @@ def test_malformed_routes_are_refused(run: Run, change: Any, message: str) -> No
     assert str(error.value).count("sample ") == 1  # no other of the samples that were checked with it
 
 
-@pytest.mark.matrix("dtype0", "dtype1", "dtype4")
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.uint16])
 def test_routes_that_are_no_integers_are_refused(run: Run, dtype: torch.dtype) -> None:
     """They ended in an error of torch; of `uint16`, which torch does not compare, too."""

@@ -138,7 +138,7 @@ def test_the_first_failure_of_each_kind_is_reported_with_traceback_and_sample(ow
     assert lines[0]["traceback"].endswith("KeyError: 'lost'\n") and lines[0]["completion"] == "given"
 
 
-@pytest.mark.matrix("7-0.9-False", "8-1.0-False")
+@pytest.mark.matrix("8-1.0-False")
 @pytest.mark.parametrize(("num_failed", "limit", "ends"), [(7, 0.9, False), (8, 0.9, True), (8, 1.0, False)])
 def test_a_part_that_fails_for_more_than_the_fraction_ends_the_run(own_module, num_failed, limit, ends):
     config = RewardConfig(parts=("exact", f"{own_module}:never"))
@@ -204,6 +204,7 @@ def test_a_part_of_weight_0_that_fails_takes_no_reward_away(own_module, error_va
     assert (metrics["reward/unscored_completions"], metrics["reward/errors"]) == (0, 1)
 
 
+@pytest.mark.full
 def test_a_part_that_does_not_apply_is_left_out_of_the_sum_and_of_its_means(own_module):
     part = f"{own_module}:evaluated"
     config = RewardConfig(parts=("length", part), weights=(1.0, 2.0), length_max_tokens=99)
@@ -217,6 +218,7 @@ def test_a_part_that_does_not_apply_is_left_out_of_the_sum_and_of_its_means(own_
     assert (metrics["reward/unscored_completions"], metrics["reward/errors"]) == (0, 0)
 
 
+@pytest.mark.matrix("weights0-0")
 @pytest.mark.parametrize(("weights", "num_failed"), [((1.0, 1.0), 0), ((0.0, 1.0), 1), ((0.0, 0.0), 0)])
 def test_a_completion_to_which_no_part_with_a_weight_applies_has_no_reward(own_module, weights, num_failed):
     config = RewardConfig(parts=("exact", f"{own_module}:evaluated"), weights=weights)
@@ -225,6 +227,7 @@ def test_a_completion_to_which_no_part_with_a_weight_applies_has_no_reward(own_m
     assert math.isnan(scores.rewards_PG.item()) == bool(num_failed)
 
 
+@pytest.mark.full
 def test_numpy_s_bool_is_a_value_of_a_step_and_of_a_score(own_module):
     scores = scored(
         RewardConfig(parts=(f"{own_module}:evaluated",)),
@@ -243,6 +246,7 @@ def test_steps_of_parts_are_weighed_and_those_with_the_same_end_added(own_module
     assert scores.parts[f"{own_module}:steps"].tolist() == [[1.5, 1.5]]
 
 
+@pytest.mark.full
 def test_bad_steps_are_counted_by_their_kind(own_module):
     texts = (
         "[(0, 1.0)]",
@@ -260,6 +264,7 @@ def test_bad_steps_are_counted_by_their_kind(own_module):
     assert reduced(scores.metrics())["reward/errors_bad_steps"] == 6
 
 
+@pytest.mark.full
 def test_steps_that_add_up_to_1_but_for_rounding_are_correct(own_module):
     """Ten steps of 0.1 are 0.9999999999999999."""
     text = "[(i, 0.1) for i in range(1, 11)]"
@@ -269,6 +274,7 @@ def test_steps_that_add_up_to_1_but_for_rounding_are_correct(own_module):
     assert scores.correct_PG.tolist() == [[1.0, 0.0]]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("rollout", "ends"), [({}, False), ({"dynamic_sampling": True, "dynamic_sampling_by": "accuracy"}, True)]
 )
@@ -435,7 +441,7 @@ def test_what_hangs_or_crashes_costs_its_own_judgement_only(workers):
     assert outcomes[6].text == "the process ended with status -9"
 
 
-@pytest.mark.matrix("1")
+@pytest.mark.full
 @pytest.mark.parametrize("workers", [1, 3])
 def test_what_was_handed_behind_a_crash_is_judged_once(workers, tmp_path):
     file = tmp_path / "marks"
@@ -452,12 +458,14 @@ def test_what_was_handed_behind_a_crash_is_judged_once(workers, tmp_path):
     assert judged == [number for number in expected if isinstance(number, int)]
 
 
+@pytest.mark.full
 def test_a_time_out_is_that_of_one_judgement_however_many_are_handed_together():
     with RewardWorkers([obey], workers=1, timeout_s=2.0, grace_s=0.1) as judges:
         outcomes = judges.run(jobs(*["think"] * 4, *["a"] * 12))
     assert [outcome.value for outcome in outcomes] == [5] * 4 + [1] * 12
 
 
+@pytest.mark.full
 def test_a_judge_that_died_between_two_batches_is_replaced():
     with RewardWorkers([obey], workers=1, timeout_s=60.0) as judges:
         (pid,) = judges.run(jobs("pid"))
@@ -469,6 +477,7 @@ def test_a_judge_that_died_between_two_batches_is_replaced():
     assert outcomes[0] != pid
 
 
+@pytest.mark.full
 def test_what_a_reward_started_ends_with_a_time_out_and_with_the_workers(tmp_path):
     """Both grandchildren leave the worker's process group, and one also its parent."""
     for name, started, timeout_s in (("late", "start {} and hang", 4.0), ("whole", "start {}", 60.0)):
@@ -486,6 +495,7 @@ def test_what_a_reward_started_ends_with_a_time_out_and_with_the_workers(tmp_pat
         assert not any(is_running(pid) for pid in pids)
 
 
+@pytest.mark.full
 def test_errors_of_any_length_are_cut_and_memory_is_limited():
     with RewardWorkers([obey], workers=1, timeout_s=60.0, max_memory_gib=2.0) as judges:
         long, large, short = judges.run(jobs("error of 20 MB", "take 3 GiB", "aa"))
@@ -527,6 +537,7 @@ def is_running(pid):
         return False
 
 
+@pytest.mark.full
 def test_many_jobs_keep_their_order():
     with RewardWorkers([obey], workers=3, timeout_s=60.0) as judges:
         outcomes = judges.run(jobs(*["x" * (number % 17) for number in range(300)]))

@@ -267,6 +267,7 @@ def test_the_conditions_of_an_accuracy_name_the_part_that_decides_it() -> None:
         assert evaluation_conditions({"rl": {"reward": reward}})["correct_by"] == decides
 
 
+@pytest.mark.full
 def test_a_critic_of_another_family_or_size_is_refused_before_work(one_rank: Mesh, tmp_path: Path) -> None:
     settings = PlatformConfig()
     other = TINY["deepseek_v3"].model_copy(update={"mtp_layers": 0})

@@ -110,7 +110,7 @@ def test_batches_come_back_in_order_in_every_form_of_a_score(server: Server) -> 
     }
 
 
-@pytest.mark.matrix("replies0-3-None", "replies1-3-None")
+@pytest.mark.matrix("replies0-3-None")
 @pytest.mark.parametrize(
     ("replies", "num_requests", "reason"),
     [
@@ -153,6 +153,7 @@ def test_a_server_that_goes_down_in_the_middle_is_counted_by_policy_and_costs_it
         refuse_failing_parts({server.url: 3}, 3, after.failures, 0.9)
 
 
+@pytest.mark.matrix("0.9")
 @pytest.mark.parametrize("max_failed_fraction", [0.9, 1.0])
 def test_a_server_that_is_down_at_the_start_is_refused_before_work(server: Server, max_failed_fraction: float) -> None:
     url = f"{server.url}/score"

@@ -78,6 +78,7 @@ print(subprocess.run(["taskset", "-cp", str(os.getpid())], capture_output=True, 
 """
 
 
+@pytest.mark.full
 def test_ranks_of_two_sockets_are_bound_as_taskset_sees_it_and_name_the_gpu_beside_them(tmp_path):
     """Two real cores of this machine, one on each emulated socket, and four GPUs: 0 and 3 on the second one."""
     first, second = sorted(os.sched_getaffinity(0))[:2]

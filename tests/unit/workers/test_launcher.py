@@ -102,6 +102,7 @@ def run_launcher(tmp_path, imports):
     return process.returncode, output, errors, [json.loads(text) for text in written]
 
 
+@pytest.mark.full
 def test_a_forked_rank_is_as_one_of_a_fresh_python(program, tmp_path):
     """Arguments, environment, session, standard streams, signals, `__main__`, clean-up at exit and status are equal."""
     (tmp_path / "a_helper.py").write_text("import os, pathlib\npid = os.getpid()\n")
@@ -176,6 +177,7 @@ def test_a_signal_during_the_imports_ends_the_launcher_at_once(program, tmp_path
     assert errors.decode() == said
 
 
+@pytest.mark.full
 def test_threads_are_left_alone_when_set_or_when_there_is_one_rank(program, tmp_path, monkeypatch):
     module = program("(notes / 'threads').write_text(os.environ.get('OMP_NUM_THREADS', 'unset'))")
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
@@ -212,6 +214,7 @@ def test_a_full_disk_under_the_log_of_rank_0_stops_neither_the_rank_nor_the_cons
     assert log.stat().st_size == 5000
 
 
+@pytest.mark.full
 def test_a_failure_ends_the_launcher_also_where_the_disk_has_no_room_for_its_cause(program, tmp_path):
     program("raise ValueError('boom' * 1000) if rank == 1 else time.sleep(600)")
     process = start_launcher(tmp_path, 2, most_bytes=2000)
@@ -221,6 +224,7 @@ def test_a_failure_ends_the_launcher_also_where_the_disk_has_no_room_for_its_cau
     assert not list((tmp_path / "logs/failures").glob("*.json"))
 
 
+@pytest.mark.full
 def test_of_ranks_without_a_written_cause_the_one_with_a_message_is_named(program, tmp_path):
     program("""
         if rank == 1:
@@ -327,6 +331,7 @@ def test_a_stop_signal_reaches_every_rank_that_trains_and_it_may_save(program, t
     assert errors.decode().splitlines() == (expected if number == signal.SIGINT else [])
 
 
+@pytest.mark.matrix("1-0")
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGHUP, 0), (signal.SIGINT, 130)])
 def test_a_run_in_a_terminal_that_is_closed_stops_and_saves(program, tmp_path, number, status):
     program(STOPPABLE.format(number=int(number), stage="STOPPING") + "    print('saved')\n")
@@ -341,6 +346,7 @@ def test_a_run_in_a_terminal_that_is_closed_stops_and_saves(program, tmp_path, n
     assert (tmp_path / "logs/rank_0.log").read_text() == "saved\n"
 
 
+@pytest.mark.matrix("forked")
 @pytest.mark.parametrize("imports", [[], ["json"]], ids=["fresh", "forked"])
 def test_under_nohup_the_end_of_the_terminal_stops_nothing(program, tmp_path, imports):
     program(
@@ -358,6 +364,7 @@ def test_under_nohup_the_end_of_the_terminal_stops_nothing(program, tmp_path, im
     assert [(tmp_path / f"hangup_{rank}").read_text() for rank in range(2)] == ["True", "True"]
 
 
+@pytest.mark.full
 def test_logs_that_are_deleted_begin_anew_and_a_run_that_trains_may_still_save(program, tmp_path):
     program(STOPPABLE.format(number=int(signal.SIGINT), stage="STOPPING") + "    print('saved')\n")
     process = start_launcher(tmp_path, 2)
@@ -372,6 +379,7 @@ def test_logs_that_are_deleted_begin_anew_and_a_run_that_trains_may_still_save(p
     assert f"warning: {log} was deleted or moved: a new one begins here." in errors.decode().splitlines()
 
 
+@pytest.mark.full
 def test_logs_of_a_run_that_is_renamed_go_on_in_it_and_no_folder_of_the_old_name_is_made(program, tmp_path):
     program(STOPPABLE.format(number=int(signal.SIGINT), stage="STOPPING") + "    print('saved')\n")
     process = start_launcher(tmp_path, 2, logs="run/logs/0")
@@ -384,6 +392,7 @@ def test_logs_of_a_run_that_is_renamed_go_on_in_it_and_no_folder_of_the_old_name
     assert (tmp_path / "renamed/logs/0/rank_0.log").read_text() == "saved\n"
 
 
+@pytest.mark.full
 def test_a_rank_that_fails_after_its_log_was_deleted_is_named(program, tmp_path):
     program("""
         (notes / f"pid_{rank}").write_text(f"{os.getpid()}.")
@@ -476,6 +485,7 @@ def test_the_launcher_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
 
 
+@pytest.mark.full
 def test_ranks_know_whether_a_terminal_shows_their_output_and_how_wide_it_is(program, tmp_path, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)  # which a shell's user may have exported
     program(

@@ -144,6 +144,7 @@ def test_sequences_up_to_topk_have_the_logits_of_deepseek_v3(family: str, one_ra
             assert torch.equal(ours(**given), theirs(**given)) == is_equal
 
 
+@pytest.mark.matrix("glm_moe_dsa")
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
 def test_packed_sequences_do_not_see_each_other(family: str, one_rank: Mesh) -> None:
     """Some sequences are shorter than topk, and have no choice beside those that have one."""

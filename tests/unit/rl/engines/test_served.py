@@ -393,6 +393,7 @@ def test_adapters_are_asked_for_by_name_and_a_server_that_was_started_anew_lacks
             ours.completion((3, 4))
 
 
+@pytest.mark.full
 def test_close_ends_requests_in_progress(one_rank: Mesh, tmp_path: Path) -> None:
     with served(one_rank, tmp_path) as ours:
         errors = list[EngineError]()
@@ -431,6 +432,7 @@ def test_versions_that_were_not_tried_are_refused(kind: str, version: str) -> No
             api.refuse_untried()
 
 
+@pytest.mark.full
 def test_requests_of_a_server_whose_engine_hangs_go_to_another_one_in_seconds(
     one_rank: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -449,6 +451,7 @@ def test_requests_of_a_server_whose_engine_hangs_go_to_another_one_in_seconds(
         assert len(events) == 1 and events[0].startswith(f"{ours.servers[0].url} is lost")
 
 
+@pytest.mark.full
 def test_a_server_that_another_run_takes_is_lost_at_its_next_answer(one_rank: Mesh, tmp_path: Path) -> None:
     others = Owner("44444444", "/runs/b").version(0)
     with served(one_rank, tmp_path) as ours:
@@ -476,6 +479,7 @@ def test_a_server_joins_with_the_next_update_and_one_that_leaves_keeps_no_prompt
     zeros = {name: torch.zeros_like(tensor) for name, tensor in theirs.tensors.items()}
     answers = ModelAnswers(loaded(theirs.ours, zeros, one_rank), one_rank, theirs.ours, zeros)
     lines: list[str] = []
+    one_token = replace(EIGHT, max_new_tokens=1)
     with (
         served(one_rank, tmp_path, servers_dir=folder) as ours,
         FakeServer(answers, logprobs_mode="processed_logprobs") as late,
@@ -488,7 +492,7 @@ def test_a_server_joins_with_the_next_update_and_one_that_leaves_keeps_no_prompt
             found = []
             for number in range(18):
                 before = [len(server.rollouts()) for server in servers]
-                ours.engine.generate([prompt_of((1, number), f"p{number}")], EIGHT, [[number]])
+                ours.engine.generate([prompt_of((1, number), f"p{number}")], one_token, [[number]])
                 (asked,) = [one for one, count in zip(servers, before, strict=True) if len(one.rollouts()) > count]
                 found.append(asked)
             return found

@@ -327,7 +327,7 @@ UNSEEN: dict[str, tuple[Cut, Callable[[Tensor, Cut], Tensor]]] = {
 }
 
 
-@pytest.mark.matrix("the temperature")
+@pytest.mark.full
 @pytest.mark.parametrize("ignored", UNSEEN)
 def test_a_server_that_samples_otherwise_and_reports_right_logprobs_is_not_found(ignored: str, served: Served) -> None:
     """The probe does not see such a server, as docs/weight_updates.md says."""
@@ -354,6 +354,7 @@ def test_in_bf16_rounding_at_a_low_temperature_is_accepted_and_raw_logprobs_are_
         assert report.living == ("http://sound:1",), report.failed
 
 
+@pytest.mark.full
 def test_a_tied_output_is_sent_and_the_probe_finds_the_one_that_is_left_old(tied: Served) -> None:
     sound, broken = tied.server("http://sound:1"), tied.server("http://broken:2")
     broken.takes = lambda name: name != "lm_head.weight"
@@ -387,6 +388,7 @@ def test_without_a_living_server_a_push_ends_and_says_why(served: Served, tmp_pa
     assert missing.living == () and "rl.engine.transport_dir" in missing.failed["http://a:1"]
 
 
+@pytest.mark.full
 def test_more_sequences_are_taken_until_all_experts_are_reached(one_rank: Mesh) -> None:
     model = MODEL.model_copy(update={"moe": MODEL.moe.model_copy(update={"num_experts": 32})})
     chunks = built(model, one_rank, seed=4)

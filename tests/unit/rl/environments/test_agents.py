@@ -141,6 +141,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.full
 def test_an_agent_that_fails_has_no_reward_and_the_others_go_on(
     theirs: Oracle, engine: MegatronEngine, folder: Path, one_rank: Mesh, tmp_path: Path
 ) -> None:
@@ -300,6 +301,7 @@ def test_calls_of_each_format_are_found_by_the_template_and_read(form: str) -> N
         assert message_of(wrong, tools, kind) == {"role": "assistant", "content": wrong}
 
 
+@pytest.mark.full
 def test_an_agent_that_fails_for_every_problem_ends_the_start(
     theirs: Oracle, folder: Path, one_rank: Mesh, tmp_path: Path
 ) -> None:
@@ -315,6 +317,7 @@ def test_an_agent_that_fails_for_every_problem_ends_the_start(
         try_agent(config.rl, problems("raise", "none"), chat, tokenizer, (END,))
 
 
+@pytest.mark.full
 def test_processes_end_when_they_are_told_though_later_ones_hold_their_pipes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that is forked inherits the pipes to those before it, which therefore do not see that they close."""
     monkeypatch.setattr(workers, "PATIENCE_S", 20.0)
@@ -347,6 +350,7 @@ def test_every_request_that_is_not_sampling_from_the_policy_is_refused_once(
     assert ids["choices"][0]["logprobs"]["token_logprobs"] == [*one.logprobs_T[start:end]]
 
 
+@pytest.mark.full
 def test_a_sampling_of_its_own_is_refused_where_that_is_asked_for(
     theirs: Oracle, engine: MegatronEngine, folder: Path, one_rank: Mesh, tmp_path: Path
 ) -> None:
@@ -372,6 +376,7 @@ def test_answers_are_recorded_once_and_only_if_they_were_read(
     assert "lost" not in said
 
 
+@pytest.mark.matrix("streaming")
 @pytest.mark.parametrize("function", ["streaming", "patient"])
 def test_agents_may_stream_and_be_async(
     function: str, theirs: Oracle, engine: MegatronEngine, folder: Path, one_rank: Mesh
@@ -383,6 +388,7 @@ def test_agents_may_stream_and_be_async(
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=3).map(tuple)
 
 
+@pytest.mark.full
 @settings(max_examples=1000, deadline=None)
 @given(st.data(), st.integers(1, 8))
 def test_every_call_of_a_random_tree_begins_a_segment_or_goes_on_and_is_trained_on_once(data, num_calls: int) -> None:
@@ -486,6 +492,7 @@ def test_a_call_costs_no_more_after_many_calls_than_its_own_history(
     assert len(session.paths()) == (30 if forks else 1)
 
 
+@pytest.mark.full
 def test_twelve_turns_with_two_tools_and_another_agent_are_one_history_and_one_branch(
     theirs: Oracle, chunks: list[nn.Module], folder: Path, one_rank: Mesh, tmp_path: Path
 ) -> None:

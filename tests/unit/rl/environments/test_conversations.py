@@ -82,6 +82,7 @@ def test_the_tokens_between_turns_are_those_of_the_template(template, theirs, en
             assert messages[-1]["content"] == one.text
 
 
+@pytest.mark.full
 def test_routes_are_those_of_one_pass_over_the_conversation(theirs, engine, folder, one_rank):
     groups = held(config_of(theirs.ours), engine, folder, one_rank, SIX[:3], with_routes=True)
     for group in groups:

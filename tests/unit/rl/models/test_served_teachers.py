@@ -182,6 +182,7 @@ def probe(server: FakeServer, tokenizer: HuggingFaceTokenizer, **fields: object)
     return probed_teacher(server.url, distill_of(server, **fields), MODEL, tokenizer, longest_sample=50)
 
 
+@pytest.mark.matrix("vllm")
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_a_teacher_is_probed_before_the_run_and_refused_with_the_reason(
     kind: str, tokenizer: HuggingFaceTokenizer, tmp_path: Path
