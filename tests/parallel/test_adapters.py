@@ -309,7 +309,7 @@ def kept_of_weights_size(config: PretrainConfig) -> int:
     return copies
 
 
-@pytest.mark.matrix("cpu")
+@pytest.mark.full
 @pytest.mark.parametrize("layers", ["torch", "cpu"])
 def test_no_sum_of_weights_and_adapters_is_kept(layers: Literal["torch", "cpu"]) -> None:
     """The plan of memory has the weights once."""
@@ -382,7 +382,7 @@ def described(config: PretrainConfig) -> str:
     return adapters.describe_adapters(set_up_plain(config).chunks)
 
 
-@pytest.mark.matrix("tp2-etp2")
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", ["tp2-etp2", "pp2-vpp2", "ep2"])
 def test_matrices_and_parameters_are_counted_over_the_world(mesh: str) -> None:
     model = TINY["qwen3_moe"]
@@ -398,7 +398,7 @@ def test_matrices_and_parameters_are_counted_over_the_world(mesh: str) -> None:
     )
 
 
-@pytest.mark.matrix("tp2-etp2")
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", ["tp2-etp2", "pp2-vpp2", "ep2", "dp2-overlapped"])
 def test_new_adapters_are_the_same_on_every_mesh_and_change_nothing(mesh: str) -> None:
     """The base's random weights depend on the mesh, those of adapters on their names alone."""

@@ -34,7 +34,7 @@ def sessions_on(mesh_config: MeshConfig, model: ModelConfig, tensors: Tensors, f
     return run_sessions(config, engine, folder, mesh, SIX[: 4 >> mesh.dp_cp.rank], with_routes=mesh_config.pp == 1)
 
 
-@pytest.mark.matrix("ep2")
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", ["ep2", "tp2", "pp2"])
 def test_sessions_do_not_depend_on_the_mesh(mesh: str, tmp_path: Path) -> None:
     theirs, folder = oracle("qwen3_moe"), write_tokenizer(tmp_path)

@@ -180,6 +180,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_last_complete_one_offered(
     assert list(run(own, until=2).losses) == [2], "the remedy works"
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_another_model_is_refused_before_it_is_read(saved: Path, tmp_path: Path) -> None:
     for optimizer in (True, False):
         config = config_of(tmp_path, OTHER, TP2_EP2, load=str(saved), load_optimizer=optimizer)
@@ -322,6 +323,7 @@ def weights_loaded(config: PretrainConfig, folder: Path) -> float:
     return float(sum(shard.data.double().pow(2).sum() for shard in local_shards(state.chunks)))
 
 
+@pytest.mark.full
 def test_old_checkpoints_go_only_when_a_newer_is_complete(tmp_path: Path) -> None:
     config = config_of(tmp_path, SMALL, ONE, keep=2)
     seen = run_ranks(names_after_each_step, 1, config)[0]

@@ -97,6 +97,7 @@ def state_at_start(config: PretrainConfig) -> tuple[int, float, list[str]]:
         return run.state.progress.step, float(sum(squares)), run.lines
 
 
+@pytest.mark.full
 def test_changes_on_a_resume_are_logged_and_those_of_data_and_random_numbers_refused(
     saved_run: tuple[Path, dict[int, float]], tmp_path: Path
 ) -> None:

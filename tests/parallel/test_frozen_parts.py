@@ -26,7 +26,7 @@ PARTS = {"all": "", "experts": ".experts.", "attention": ".self_attention."}
 CELLS = {"tp2-etp2": (SMALL, MeshConfig(tp=2, etp=2)), "frozen-stage": (SMALL_DEEPSEEK, MeshConfig(pp=2))}
 
 
-@pytest.mark.matrix("attention-frozen-stage")
+@pytest.mark.full
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_alone_trains_and_resumes_bit_for_bit(part: str, cell: str, tmp_path: Path) -> None:
@@ -54,6 +54,7 @@ def test_recomputed_layers_learn_over_a_frozen_embedding(recompute: dict[str, An
     assert all(torch.equal(expected["weights"][key], found["weights"][key]) for key in expected["weights"])
 
 
+@pytest.mark.full
 def test_a_loss_without_any_gradient_ends_the_run(tmp_path: Path) -> None:
     """As where the layers are detached from the loss, and the rest is frozen."""
     (message,) = run_ranks(detached_run, 1, config_of(tmp_path, SMALL, MeshConfig()))

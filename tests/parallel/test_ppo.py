@@ -538,7 +538,7 @@ def test_reinforce_plus_plus_normalises_discounted_rewards_over_the_world(
     assert got == pytest.approx({key: (x - mean) / deviation for key, x in later.items()}, abs=1e-6)
 
 
-@pytest.mark.matrix("free")
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["free", "observe"])
 def test_a_critic_whose_routes_are_not_replayed_is_an_error(how: str, tmp_path: Path) -> None:
     """It ended with status 0, and a critic that had learned under other experts than its values'."""

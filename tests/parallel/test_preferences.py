@@ -215,5 +215,6 @@ def test_steps_on_preferences_do_not_depend_on_the_mesh(mesh: str) -> None:
     assert_same(outcome(config), alone())
 
 
+@pytest.mark.full
 def test_steps_on_preferences_do_not_depend_on_how_pairs_are_packed() -> None:
     assert_same(outcome(config_of(MeshConfig(), tokens_per_microbatch=256)), alone())

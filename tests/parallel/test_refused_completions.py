@@ -264,7 +264,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("references")
 
 
-@pytest.mark.matrix("ep2-2")
+@pytest.mark.full
 @pytest.mark.parametrize(("mesh", "num_steps"), [("1", 1), ("1", 2), ("tp2-pp2", 2), ("ep2", 2), ("cp2", 1)])
 def test_wrong_routes_leave_an_update_as_it_is_of_the_batch_without_these_completions(
     mesh: str, num_steps: int, folder: Path, tmp_path: Path

@@ -222,11 +222,7 @@ def test_what_one_rank_dropped_is_dropped_on_every_mesh(model: str, mesh: str, r
         assert_same_training(outcome, oracle_of(model)[layout])
 
 
-@pytest.mark.matrix(
-    "pp2-vpp2-full-arm_all_routers_of_the_process-in recomputation",
-    "pp2-full-recompute_with_the_latest_forward-in recomputation",
-    "pp2-vpp2-none-batched_messages-",
-)
+@pytest.mark.matrix("pp2-full-recompute_with_the_latest_forward-in recomputation")
 @pytest.mark.parametrize(
     ("mesh", "recompute", "mistake", "message"),
     [

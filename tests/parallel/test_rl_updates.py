@@ -207,6 +207,7 @@ def test_the_mismatches_are_divided_by_their_routes(mesh: str) -> None:
         assert found["r3"][name] == pytest.approx(found["none"][name], rel=1e-6)
 
 
+@pytest.mark.full
 def test_the_part_of_a_layer_is_what_its_live_routes_add_to_those_of_the_layers_before() -> None:
     replay = ReplayConfig(kind="none", max_disagreement=None, observe_rollout=True, split_layers=64)
     config = config_of("qwen3_moe", MeshConfig()).model_copy(update={"replay": replay})
@@ -229,7 +230,7 @@ def test_routes_of_an_engine_that_are_like_none_of_the_trainer_end_the_run(tmp_p
         run_ranks(updates, 1, config, weights("qwen3_moe", 1), {}, tmp_path, [{}])
 
 
-@pytest.mark.matrix("cp2")
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", ["1", "dp2", "cp2", "pp2"])
 def test_tokens_get_the_z_scores_of_the_steps_that_end_there_or_later(mesh: str) -> None:
     config = config_of("qwen3_moe", MESHES[mesh])
@@ -257,6 +258,7 @@ def test_updates_do_not_depend_on_how_completions_are_packed(folder: Path, tmp_p
     assert_same(reports_of(short, "qwen3_moe", tmp_path), alone("qwen3_moe", folder))
 
 
+@pytest.mark.full
 def test_the_first_update_has_ratios_of_one_and_later_ones_have_not(folder: Path) -> None:
     for change, reports in zip(CHANGES, alone("qwen3_moe", folder), strict=True):
         first, second = reports
@@ -338,6 +340,7 @@ def test_layers_of_multi_token_prediction_stay_and_no_reduction_waits_for_them(t
     assert_same(reports_of(config_of(model, mesh), model, tmp_path), alone(model, tmp_path))
 
 
+@pytest.mark.full
 def test_frozen_routers_and_their_biases_stay_and_all_else_learns() -> None:
     config = config_of("deepseek_v3", MeshConfig())
     for frozen in (False, True):

@@ -192,6 +192,7 @@ def test_groups_are_those_of_one_replica(mesh: MeshConfig, dynamic: bool) -> Non
             assert whole == wanted[share]
 
 
+@pytest.mark.full
 def test_dynamic_sampling_takes_the_first_groups_with_a_signal_and_says_what_it_left() -> None:
     ((plain,),) = run_ranks(taken, 1, MeshConfig(), [0], {})
     assert plain["taken"] == PROMPTS
@@ -228,6 +229,7 @@ def test_the_time_of_a_batch_has_its_refills() -> None:
     assert refilled >= 2 * PAUSE_S
 
 
+@pytest.mark.full
 def test_dynamic_sampling_by_accuracy_replaces_groups_that_differ_in_their_length_alone() -> None:
     """DAPO asks for right and wrong answers; by the reward, four right ones of other lengths are trained on."""
     by = {"dynamic_sampling": True, "max_refills": 4}

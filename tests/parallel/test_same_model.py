@@ -84,7 +84,7 @@ def model_of(name: str) -> ModelConfig:
     return model
 
 
-@pytest.mark.matrix("qwen3_moe")
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", ["qwen3_moe", "qwen2_moe", "deepseek_v2", "deepseek_v3 yarn", "gpt_oss", "llama llama3"]
 )

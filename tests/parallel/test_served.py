@@ -377,6 +377,7 @@ def pushed_by_a_rank_without_room(config: RlRunConfig, tensors: Tensors) -> tupl
     return failed, push.push(2)
 
 
+@pytest.mark.full
 def test_a_rank_that_cannot_write_is_known_on_every_rank_and_the_next_push_is_whole(tmp_path: Path) -> None:
     theirs = oracle("qwen3_moe", num_hidden_layers=4, num_key_value_heads=2)
     answers, folder = TransformersAnswers(theirs.model, tmp_path / "served"), tmp_path / "weights"

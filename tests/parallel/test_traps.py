@@ -98,6 +98,7 @@ def snapshot(state) -> object:  # type: ignore[no-untyped-def]
     return weights, buffers, state.schedule.num_steps, [g["step"] for g in state.optimizer.param_groups]
 
 
+@pytest.mark.full
 def test_evaluation_is_the_loss_before_the_step_and_leaves_no_trace() -> None:
     for mesh in (MeshConfig(), MeshConfig(pp=2, vpp=2)):
         for evaluated, again, trained in run_ranks(evaluation, mesh.smallest_world, config_of(MODEL, mesh)):

@@ -49,6 +49,7 @@ def test_the_machine_works_at_least_as_much_as_this_process():
     assert machine_cpu_s() - machine >= 0.2 - 0.01 * (1 + (psutil.cpu_count() or 1))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("wall_over_cpu", "is_contended"), [(CONTENDED, False), (CONTENDED + 0.01, True)])
 def test_a_disturbed_row_is_marked_in_the_file_and_in_words(wall_over_cpu: float, is_contended: bool):
     peaks = Peaks()

@@ -53,6 +53,7 @@ def test_help_imports_neither_configs_nor_anything_that_takes_seconds():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True).returncode == 0
 
 
+@pytest.mark.full
 def test_a_command_without_memory_names_the_limit_and_has_no_traceback(tmp_path):
     command = ["bash", "-c", f'ulimit -v 200000; exec "$0" -m mcore_rl.cli.cli check {tmp_path}', sys.executable]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -208,6 +209,7 @@ def test_eval_takes_the_folder_of_a_run(tmp_path):
     assert COMMANDS["eval"].given(args) == (f"{tmp_path}/config.toml", [f"run_dir={tmp_path}", "rl.eval.samples=4"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_example_of_every_command_is_valid(name, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)

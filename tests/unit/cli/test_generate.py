@@ -81,6 +81,7 @@ def generate(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_streamed_it_is_the_same_text_in_pieces(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def written(*words: str) -> list[str]:
         file_slices: list[str] = []

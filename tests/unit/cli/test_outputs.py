@@ -57,6 +57,7 @@ def home(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return tmp_path / "home"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_users_file_is_not_replaced(name: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments, file = COMMANDS[name]
@@ -81,6 +82,7 @@ def test_its_own_file_is_replaced_until_somebody_changes_it(name: str, home: Pat
     assert files_of(home) == changed
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("arguments", "refusal"),
     [

@@ -161,6 +161,7 @@ def test_the_picture_has_a_line_for_each_arm_and_a_band_where_there_are_several_
     assert '<polyline points="0.0,100.0"' in svg and "A &amp; B: 2 seeds<" in svg
 
 
+@pytest.mark.full
 def test_a_study_stops_when_its_minutes_are_over_and_writes_what_there_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

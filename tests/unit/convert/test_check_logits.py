@@ -77,6 +77,7 @@ def test_it_is_said_why_logits_are_not_compared(tmp_path: Path, capsys: pytest.C
     assert "there is nothing to compare the logits with" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_weights_that_compute_nothing_finite_are_not_taken_for_another_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -148,6 +149,7 @@ def test_shards_whose_index_is_lost_are_compared_a_layer_at_a_time(
     assert "logits differ from transformers' by at most" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_a_model_of_images_without_one_of_its_tensors_is_not_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

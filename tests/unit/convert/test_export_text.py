@@ -221,6 +221,7 @@ def test_an_export_without_a_tokenizer_is_refused_unless_it_is_wanted(
     assert config["eos_token_id"] == 0 and config["bos_token_id"] is None
 
 
+@pytest.mark.full
 def test_a_reference_with_another_tokenizer_than_the_runs_is_refused(
     tmp_path: Path, chat_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -248,6 +249,7 @@ def test_a_reference_with_another_tokenizer_than_the_imports_is_refused(
     assert main([*arguments, "--tokenizer", str(source)]) == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "generation_config.json", "manifest.json"])
 def test_a_small_file_of_an_import_that_has_changed_is_not_exported(name: str, tmp_path: Path) -> None:
     """A file of another length is refused by every reader of the checkpoint; here the length is the same."""
@@ -301,6 +303,7 @@ def test_a_model_opens_in_the_type_of_its_weights_whatever_the_reference_has(
     ).read_bytes()
 
 
+@pytest.mark.full
 def test_nothing_of_a_quantized_reference_says_that_the_weights_are_quantized(tmp_path: Path) -> None:
     reference = saved("llama", tmp_path / "hf")
     checkpoint = imported(reference, tmp_path / "ckpt")

@@ -52,6 +52,15 @@ def fp8_in_fp16() -> Model:
 NAN, INFINITE = float("nan"), float("inf")
 IMPORTS: list[tuple[Callable[[], tuple[Any, ...]], str, float, dict[str, Any], str]] = [
     (plain, UP, NAN, {}, f"{UP} has 1 values .* Take another copy"),
+    (
+        *(plain, UP, 3.4e38, {"dtype": "bf16"}),
+        rf"{UP} has 1 values .* as torch.bfloat16.* largest is 3.4e\+38: .*--dtype fp32",
+    ),
+    (fp8_in_fp16, UP + "_scale_inv", 1e4, {}, f"{UP} has .* as torch.float16.*--dtype fp32"),
+    (mxfp4_model, FUSED + "_scales", 255, {}, f"{FUSED} has 32 values"),
+]
+"""The model, the tensor whose last element gets a value, the value, options, and the message."""
+MORE_IMPORTS: list[tuple[Callable[[], tuple[Any, ...]], str, float, dict[str, Any], str]] = [
     (plain, UP, INFINITE, {}, f"{UP} has 1 values .* as torch.float32"),
     (plain, NORM, -INFINITE, {}, f"{NORM} has 1 values"),
     (lambda: plain(torch.bfloat16), UP, NAN, {}, f"{UP} has 1 values"),
@@ -59,21 +68,17 @@ IMPORTS: list[tuple[Callable[[], tuple[Any, ...]], str, float, dict[str, Any], s
     (lambda: plain(torch.float64), "lm_head.weight", NAN, {}, "lm_head.weight has"),
     (plain, BIAS, NAN, {}, f"{BIAS} has 1 values"),
     (plain, "model.embed_tokens.weight", NAN, {}, "embed_tokens.weight"),
-    (
-        *(plain, UP, 3.4e38, {"dtype": "bf16"}),
-        rf"{UP} has 1 values .* as torch.bfloat16.* largest is 3.4e\+38: .*--dtype fp32",
-    ),
     (lambda: plain(torch.float64), NORM, -1e39, {"dtype": "fp32"}, rf"{NORM} has 1 values .* as torch.float32"),
-    (fp8_in_fp16, UP + "_scale_inv", 1e4, {}, f"{UP} has .* as torch.float16.*--dtype fp32"),
     (fp8_model, UP + "_scale_inv", NAN, {}, f"{UP} has .* Take another copy"),
     (fp8_model, UP + "_scale_inv", 3e38, {}, f"{UP} has .* as torch.bfloat16"),
     (int4_model, UP + "_scale", INFINITE, {}, f"{UP} has .* Take another copy"),
-    (mxfp4_model, FUSED + "_scales", 255, {}, f"{FUSED} has 32 values"),
 ]
-"""The model, the tensor whose last element gets a value, the value, options, and the message."""
 
 
-@pytest.mark.parametrize(("made", "name", "value", "options", "message"), IMPORTS)
+@pytest.mark.parametrize(
+    ("made", "name", "value", "options", "message"),
+    [*IMPORTS, *(pytest.param(*case, marks=pytest.mark.full) for case in MORE_IMPORTS)],
+)
 def test_an_import_of_values_that_are_not_finite_is_refused_by_the_name_of_their_tensor(
     made: Callable[[], tuple[Any, ...]], name: str, value: float, options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:

@@ -135,6 +135,7 @@ def test_any_rows_are_those_of_the_whole_tensor(tmp_path: Path) -> None:
         assert torch.equal(part.float(), values[low:high, 3:150].float())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
 def test_blocks_without_a_reference_that_has_them_are_refused(kind: str, tmp_path: Path) -> None:
     config, stored, meant = int4_model() if kind == "fp8" else model()
@@ -175,6 +176,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return imported(write_hf(folder / "hf", config, stored), folder / "ckpt")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("settings", "changes", "message"), FAULTS, ids=[message for *_, message in FAULTS])
 def test_a_reference_that_contradicts_itself_or_the_model_is_refused(
     checkpoint: Path, settings: dict[str, Any], changes: dict[str, Any], message: str, tmp_path: Path

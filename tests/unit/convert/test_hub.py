@@ -130,6 +130,7 @@ def test_files_of_an_earlier_export_go_where_readers_would_take_them_for_the_new
     assert hub.deleted == {*shards, *read}
 
 
+@pytest.mark.full
 def test_a_dry_run_lists_the_files_and_sends_nothing(hub, checkpoint, tmp_path, monkeypatch, capfd):
     monkeypatch.delenv("HF_TOKEN")
     out = tmp_path / "out"
@@ -152,6 +153,7 @@ def test_a_public_repository_is_not_written_to_unless_asked(hub, checkpoint, tmp
     assert main(push) == 0 and not is_private(hub.created[-1]) and hub.files
 
 
+@pytest.mark.full
 def test_an_export_that_the_hub_refuses_stays_and_can_be_pushed_later(hub, checkpoint, tmp_path, capfd):
     hub.status_of_pushes = 403
     out = tmp_path / "out"

@@ -97,7 +97,7 @@ def test_layers_that_differ_cannot_be_stacked(tmp_path: Path) -> None:
         relaid(checkpoint, tmp_path / "other", KeyLayout("te", "stacked"))
 
 
-@pytest.mark.matrix("deepseek_v3")
+@pytest.mark.full
 @pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3"])
 def test_a_checkpoint_without_marker_takes_its_family_from_the_reference(case: str, tmp_path: Path) -> None:
     source = saved(case, tmp_path / "hf")
@@ -138,7 +138,7 @@ def args_of(checkpoint: Path) -> dict[str, Any]:
     return vars(torch.load(checkpoint / "common.pt", weights_only=False)["args"])
 
 
-@pytest.mark.matrix("glm4_moe-te")
+@pytest.mark.full
 @pytest.mark.parametrize(("case", "keys"), [(case, "te") for case in NATIVE] + [("qwen3_moe", "local")])
 def test_hybrid_layers_lead_back_to_the_same_bytes(case: str, keys: Any, converted: Converted, tmp_path: Path) -> None:
     source, checkpoint = converted(case)

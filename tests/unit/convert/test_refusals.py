@@ -264,6 +264,7 @@ def test_an_input_that_cannot_be_converted_is_refused_before_anything_is_written
     assert not (tmp_path / "ckpt").exists()
 
 
+@pytest.mark.full
 def test_mtp_layers_are_kept_or_dropped(tmp_path: Path) -> None:
     source = write_hf(tmp_path / "hf", *with_mtp())
     kept = imported(source, tmp_path / "kept")

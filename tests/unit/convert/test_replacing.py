@@ -37,6 +37,13 @@ def test_no_random_output_or_kill_costs_a_file(first: int, template: Path, tmp_p
     assert {"done", "refused"} <= set(ends)
 
 
+@pytest.mark.matrix(
+    "export-runs/x-runs/x-",
+    "export-ckpt-models/base-",
+    "export-ckpt-notes.txt-",
+    "export-ckpt-out/edited-",
+    "relayout-other-ckpt-",
+)
 @pytest.mark.parametrize(
     ("arguments", "refusal"),
     [

@@ -126,6 +126,7 @@ def test_two_conversions_to_one_output_do_not_run_at_once(tmp_path: Path, monkey
             imported(source, output, MANY_FILES)
 
 
+@pytest.mark.full
 def test_a_worker_that_is_killed_ends_the_conversion_with_a_remedy(tmp_path: Path) -> None:
     source = saved("deepseek_v3", tmp_path / "hf")
 
@@ -154,7 +155,7 @@ def test_ctrl_c_does_not_reach_a_worker_in_its_first_moment(tmp_path: Path) -> N
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
 
 
-@pytest.mark.matrix("a worker")
+@pytest.mark.full
 @pytest.mark.parametrize("where", ["a worker", "the last files"])
 def test_a_disk_that_fills_up_ends_the_conversion_with_a_remedy_and_the_same_command_resumes(
     where: str, tmp_path: Path
@@ -203,7 +204,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.matrix("export-ckpt/iter_0000000/__0_0.distcp-time", "relayout-ckpt/iter_0000000/.metadata-size")
+@pytest.mark.full
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize(
     ("kind", "name"),

@@ -92,6 +92,7 @@ def test_fused_experts_make_the_same_checkpoint_and_are_written_as_the_reference
     assert_same(read_hf(exported(checkpoint, tmp_path / "b")), read_hf(each))
 
 
+@pytest.mark.full
 def test_a_tied_output_is_written_if_the_reference_repeats_it(tmp_path: Path) -> None:
     theirs = oracle("qwen3")
     head = {"lm_head.weight": theirs.tensors["model.embed_tokens.weight"].clone()}
@@ -147,7 +148,7 @@ def test_the_manifest_has_the_checksum_of_every_tensor_on_both_sides(tmp_path: P
     assert manifest["sources"]["tensors"] == checksums(read_hf(source))
 
 
-@pytest.mark.matrix("dtype0")
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_part_is_a_sound_archive_that_torch_loads(dtype: torch.dtype, tmp_path: Path) -> None:
     checkpoint = imported(saved("deepseek_v3", tmp_path / "hf", dtype), tmp_path / "ckpt")

@@ -226,6 +226,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_a_shell_lacks_is_refused_by_name(case: str) -> None:
     change, message = REFUSED[case]
@@ -261,6 +262,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tensors, Path, Pat
     return theirs.tensors, source, imported(source, folder / "ckpt")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", OTHER_REFERENCES)
 def test_a_reference_with_other_tensors_than_the_folder_that_was_imported_is_refused(
     case: str, images: tuple[Tensors, Path, Path], tmp_path: Path

@@ -55,7 +55,7 @@ def test_without_noise_transformers_computes_the_same_logits(
     assert main(["convert", "import", str(out), str(tmp_path / "ckpt"), "--workers", "1"]) == 0
 
 
-@pytest.mark.matrix("llama-changes0-absent0")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("case", "changes", "absent"),
     [
@@ -115,6 +115,7 @@ def test_noise_has_the_given_size_in_each_expert_and_no_other_tensor(tmp_path: P
     assert not torch.equal(experts(other, 2, "w1")[0], experts(made, 2, "w1")[0])
 
 
+@pytest.mark.full
 def test_the_command_writes_a_folder_that_checks_and_is_replaced_like_an_export(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -247,6 +247,7 @@ def test_a_stop_string_ends_a_completion_at_the_first_token_whose_text_has_it(ki
     assert num_found > 100
 
 
+@pytest.mark.full
 def test_a_step_is_trained_and_read_at_the_first_token_whose_text_has_it(kind: Kind) -> None:
     """In training the tokens are those of the conversation, in reinforcement learning those that were sampled."""
     draw, num_steps, num_trained = random.Random(2), 0, 0
@@ -270,6 +271,7 @@ def test_a_step_is_trained_and_read_at_the_first_token_whose_text_has_it(kind: K
     assert num_steps > 1000 and num_trained > 100
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "content", [*(text.encode() for text in ("one two three ", "第", "\n", "🙂 第", "A\n第\tb")), b"\xf0", b""]
 )

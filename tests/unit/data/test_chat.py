@@ -355,7 +355,7 @@ def test_a_text_with_a_hidden_name_has_the_tokens_that_it_has_in_plain(kind, pie
 OPEN = {"without marks": PLAIN, "with marks": MARKED, "brackets": BRACKETS, "forgetful": FORGETFUL}
 
 
-@pytest.mark.matrix("brackets")
+@pytest.mark.full
 @pytest.mark.parametrize("template", [*OPEN, "plain", "raw"])
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(

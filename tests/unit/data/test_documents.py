@@ -60,6 +60,7 @@ CONTENTS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CONTENTS)
 def test_wherever_a_file_is_cut_its_documents_and_line_numbers_are_the_same(tmp_path, name):
     content, documents = CONTENTS[name]

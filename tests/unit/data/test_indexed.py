@@ -383,6 +383,7 @@ def test_each_epoch_has_every_sequence_once_in_an_order_of_its_own(tmp_path):
     assert max(in_place) < epoch / 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("split", [(100.0, 0.0, 0.0), (90.0, 10.0, 0.0)], ids=["whole", "cut in documents"])
 def test_sources_of_one_length_have_orders_of_their_own_after_the_first_epoch(tmp_path, split):
     """Numbered tokens: a source's sequence is known by its first one, less that of the source."""

@@ -198,6 +198,7 @@ def test_data_made_anew_with_the_same_lengths_is_other_data_to_a_run(options, co
     assert change.breaks_exactness and f"{options.output}.bin with " in str(change)
 
 
+@pytest.mark.full
 def test_an_existing_dataset_is_kept_unless_overwriting_is_asked_for(options, reference, corpus, tmp_path):
     run(options)
     less = tmp_path / "less.jsonl"
@@ -304,6 +305,7 @@ def test_a_second_writer_is_refused(options):
     holder.communicate(b"\n")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -339,6 +341,7 @@ def test_the_tool_tells_an_error_without_a_traceback(options, tmp_path, monkeypa
     assert capsys.readouterr().err.startswith("DataError: data.tokenizer.path")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tool", ["preprocess", "train_tokenizer", "python_corpus"])
 def test_help_shows_an_example_and_imports_no_torch(tool):
     code = f"import sys, runpy; sys.argv = ['{tool}', '--help']\n" + (

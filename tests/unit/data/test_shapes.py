@@ -142,6 +142,7 @@ def test_the_shape_of_prompts_is_said_for_each_file(tmp_path):
 LINES = [{"question": Q, "answer": A}, {"question": "?\n[", "answer": "é"}]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", ["jsonl", "list", "gz", "bz2", "xz", "zst", "list.xz", "list.zst"])
 def test_files_of_each_form_have_the_same_records_whatever_their_name(tmp_path, form):
     path = tmp_path / "data"

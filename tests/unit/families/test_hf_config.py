@@ -144,7 +144,7 @@ def read(config: dict[str, Any]) -> ModelConfig | None:
 @pytest.mark.parametrize(
     "case",
     [
-        case if case in CLASSES or "-" not in case else pytest.param(case, marks=pytest.mark.full)
+        pytest.param(case, marks=pytest.mark.full) if case in CLASSES or "-" in case else case
         for case in (*CASES, *CLASSES)
     ],
 )
@@ -415,6 +415,7 @@ def test_settings_that_megatron_lacks_are_refused_by_name(case: str, change: dic
 OTHER_VALUES = (None, True, 0, 3, 2.5, -1.5, 10**18, "text", "false", [], [None], ["text"], {}, {"text": 1})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_value_of_any_type_is_read_or_refused_by_a_sentence(family: str) -> None:
     """No key that a config.json has, of the rotary positions too, ends in an error of Python's own."""

@@ -137,7 +137,7 @@ def with_settings(model: ModelConfig, changes: dict[str, Any]) -> ModelConfig:
     return ModelConfig(**values)
 
 
-@pytest.mark.matrix("deepseek_v2", "solar_open")
+@pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_reads_the_same_model_with_every_setting(family: str, tmp_path: Path) -> None:
     """Its config class reads the file as the model, with its own defaults, or no file is written."""
@@ -161,6 +161,7 @@ def as_json(model: ModelConfig) -> dict[str, Any]:
     return model.model_dump(mode="json")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("setting", ["unscaled positions", "no windows", "unscaled positions, no windows"])
 def test_an_exported_gpt_oss_has_its_logits_in_transformers(setting: str, tmp_path: Path, one_rank: Mesh) -> None:
     model = with_settings(TINY["gpt_oss"], SETTINGS[setting])

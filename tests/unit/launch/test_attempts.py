@@ -240,7 +240,7 @@ def fails_on(host: str, headline: str = "ended", status: int = 139, prefix: str 
     return f"{prefix}\n[ $SLURMD_NODENAME != {host} ] || cat >{file} <<'EOF'\n{text}\nEOF\nexit 1"
 
 
-@pytest.mark.matrix("n2 n2 n1 n2-3-")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("crashing", "last_attempts", "excluded"), [("n2 n1 n2 n1 n2", 10, "n2"), ("n2 n2 n1 n2", 3, "")]
 )
@@ -308,6 +308,7 @@ def test_when_too_few_nodes_are_left_the_job_is_requeued_and_attempts_stay_apart
     assert [line["attempt"] for line in lines if line["event"] == "start"] == [0, 1, 2]
 
 
+@pytest.mark.full
 def test_an_unfit_node_and_one_that_slurm_calls_down_are_replaced_by_spares(machines):
     (machines.folder / "states").write_text("n1=allocated\nn2=down*\nn3=allocated\nn4=mixed\n")
     machines.program("touch $RUN/DONE")
@@ -446,7 +447,7 @@ def test_what_everybody_may_write_is_not_imported(machines, mode, is_imported):
     assert (f"warning: {machines.work} is not on PYTHONPATH" in done.stdout) == (not is_imported)
 
 
-@pytest.mark.matrix("00:10:00-False", "00:10:01-True", "UNLIMITED-True")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("limit", "is_enough"),
     [("00:10:00", False), ("00:10:01", True), ("1-00:00:00", True), ("1-00:10:00", True), ("UNLIMITED", True)],
@@ -501,7 +502,7 @@ mkdir $RUN/checkpoints; echo 7 >$RUN/checkpoints/latest_checkpointed_iteration.t
 {after}"""
 
 
-@pytest.mark.matrix("node", "limit")
+@pytest.mark.full
 @pytest.mark.parametrize("who", ENDED)
 def test_who_has_ended_an_attempt_is_recorded_once(machines, who):
     slurm, end = ENDED[who]
@@ -589,7 +590,7 @@ def other_code(machines):
     return package.parent
 
 
-@pytest.mark.matrix("a module that sets PYTHONPATH-once", "the working folder-torchrun")
+@pytest.mark.full
 @pytest.mark.parametrize("starter", ["srun", "torchrun", "once"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_job_that_would_run_other_code_than_its_copy_ends_with_both_paths(way, starter, machines):
@@ -624,6 +625,7 @@ PMIX = ("srun: error: pmi/pmix: can not load PMIx library", "srun: error: Invali
 """Lines of Slurm 22.05 with SLURM_MPI_TYPE=pmix in the environment and without that library."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("pre_node", "status"), [((), 0), (("true",), STATUS["refused"])])
 def test_where_srun_starts_nothing_its_first_line_is_the_cause(machines, pre_node, status):
     """In the checks of the nodes, too, where no node has anything to say."""
@@ -652,6 +654,7 @@ PYTHONLESS = {  # bash ends with 127 or 126, env with 127
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("python", "starter", "has_code", "is_checked"),
     [

@@ -350,6 +350,7 @@ def theirs():
     shutil.rmtree(folder)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("unreadable", ["attempts.jsonl", "metrics.jsonl", "DONE", "launch", ""])
 def test_a_run_of_another_user_is_named_with_what_cannot_be_read_and_whose_it_is(
     theirs, home, slurm, capsys, unreadable
@@ -367,6 +368,7 @@ def test_a_run_of_another_user_is_named_with_what_cannot_be_read_and_whose_it_is
     assert status == (2 if unreadable in ("launch", "") else 0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("unreadable", ["config.toml", "metrics.jsonl", "logs/7.0/failure.json", ""])
 def test_a_report_on_a_run_of_another_user_names_the_run_and_not_the_page(theirs, home, slurm, capsys, unreadable):
     (theirs.path / "logs/7.0").mkdir(parents=True)

@@ -57,6 +57,7 @@ def cluster_of(path):
     return ONE_GPU if path.stem.endswith("_1gpu") else H100
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", FIT_PEOPLE)
 def test_rl_and_fine_tuning_of_small_models_fit_on_one_node_or_one_gpu_with_room_to_spare(name):
     path = RECIPES / f"{name}.toml"

@@ -205,6 +205,7 @@ def test_a_job_inherits_nothing_of_the_job_that_it_is_launched_from(home, slurm,
     assert names & given.keys() == {"SLURM_CONF"}
 
 
+@pytest.mark.full
 def test_a_hugging_face_folder_is_imported_before_jobs_load_it(home, slurm, capsys):
     saved("qwen3_moe", home / "my model", num_experts=8, num_attention_heads=4, num_key_value_heads=2)
     words = [DATA, f"model.path={home}/my model"]
@@ -503,6 +504,7 @@ def test_a_dry_run_of_a_pipeline_shows_all_scripts_each_waiting_for_a_stage_by_n
     assert slurm.submitted == []
 
 
+@pytest.mark.full
 def test_when_a_stage_is_refused_by_slurm_those_before_it_are_cancelled(pipeline, slurm, capsys):
     (slurm.folder / "refuses").write_text("name=whole-convert")
     assert launch(**pipeline) == 2

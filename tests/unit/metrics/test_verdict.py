@@ -15,6 +15,7 @@ CURVES = json.loads((Path(__file__).parents[3] / "bench/results/rlhf.json").read
 COMPLETIONS = 64
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("after", "num_after", "before", "num_before", "interval"),
     [
@@ -46,6 +47,7 @@ def evaluations(start: float, end: float, prompts: int = 64) -> list[dict[str, f
     return [at_ends[0], *rewards, at_ends[1]]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("start", "end", "prompts", "word"),
     [

@@ -148,6 +148,7 @@ WRONG_CONFIGS: dict[str, tuple[str, str, dict[str, object]]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mistake", WRONG_CONFIGS)
 def test_a_mistake_in_the_config_changes_the_logits(mistake: str, one_rank: Mesh) -> None:
     case, section, changes = WRONG_CONFIGS[mistake]

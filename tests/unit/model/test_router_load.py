@@ -122,6 +122,7 @@ def test_the_expert_bias_of_a_bf16_model_moves_by_exact_counts():
     }
 
 
+@pytest.mark.full
 def test_choices_beyond_an_experts_capacity_are_counted_as_dropped():
     model = with_moe(MOE, capacity_factor=0.5, balance="none")
     capacity = math.ceil(0.5 * ROWS * LENGTH * model.moe.top_k / model.moe.num_experts)

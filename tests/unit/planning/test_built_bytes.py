@@ -124,7 +124,7 @@ def test_low_rank_adapters_have_the_bytes_that_megatron_builds(case, gate_up):
         assert memory_by_stage(training(config, world))[one.stage].gradients < one.gradients / 2
 
 
-@pytest.mark.matrix("deepseek_v3/pretrain")
+@pytest.mark.full
 @pytest.mark.parametrize("name", recipes_of(*PROGRAMS))
 def test_a_recipe_has_the_bytes_that_megatron_builds_on_its_first_middle_and_last_stage(name):
     program, config = recipe(name)
@@ -137,7 +137,7 @@ def test_a_recipe_has_the_bytes_that_megatron_builds_on_its_first_middle_and_las
         assert gaps == 0 or name.startswith(HAS_SHORT_WEIGHTS)
 
 
-@pytest.mark.matrix("fields0")
+@pytest.mark.full
 @pytest.mark.parametrize(
     "fields", [{"exp_avg_dtype": "bf16"}, {"exp_avg_sq_dtype": "bf16", "main_grads_dtype": "bf16"}]
 )
@@ -167,7 +167,7 @@ def test_muon_has_the_bytes_that_megatron_builds_on_every_data_parallel_rank(cas
     assert [excess for excess, _ in excesses(config, world, 64, ranks)] == [NOTHING] * pp
 
 
-@pytest.mark.matrix("0.4")
+@pytest.mark.full
 @pytest.mark.parametrize("fraction", [0.4, 1.0])
 def test_a_hybrid_optimizer_has_the_bytes_that_megatron_puts_into_main_memory(fraction):
     config = config_of("qwen3_moe", "bf16", {"tp": 2, "ep": 2, "pp": 2}, 0)
@@ -190,6 +190,7 @@ def test_a_rank_of_16384_has_the_bytes_of_the_closed_form():
         assert (excess, gaps) == (NOTHING, 0)
 
 
+@pytest.mark.full
 def test_models_that_wait_in_main_memory_have_the_bytes_that_megatron_builds():
     words = ("rl.advantage.critic.store=host", "rl.update.store=host", "platform.precision=fp32")
     config = load_config(RlRunConfig, recipe_files(RECIPES)["tiny_moe/ppo"], words)
@@ -247,7 +248,7 @@ def cache_bytes(config):
     return found
 
 
-@pytest.mark.matrix("tiny_moe/kimi_k2")
+@pytest.mark.full
 @pytest.mark.parametrize("name", recipes_of("rl"))
 def test_the_rollout_cache_is_that_of_the_engine(name):
     _, config = recipe(name)

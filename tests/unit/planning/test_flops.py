@@ -125,6 +125,7 @@ def test_the_formula_is_what_a_model_computes(case):
     assert counted(model, backward=True) == train_flops_per_token(ours, LENGTH) + 3 * full_scores
 
 
+@pytest.mark.full
 def test_the_formula_is_what_a_model_with_adapters_computes(peft):
     ours, model = CASES["llama"]()
     modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -136,7 +136,7 @@ def delta_nets_counted(precision, tp, cases):
     return found
 
 
-@pytest.mark.matrix("bf16-1")
+@pytest.mark.full
 @pytest.mark.parametrize(("precision", "tp"), [("bf16", 1), ("bf16", 4), ("fp32", 1)])
 def test_a_gated_delta_net_keeps_its_projections_and_its_output(precision, tp):
     """Every backward pass computes again all that lies between them."""

@@ -67,6 +67,7 @@ def test_runs_of_a_family_that_no_rate_was_fitted_to_are_predicted_within_the_st
     assert max(found) <= min(span.high, 1 / span.low)
 
 
+@pytest.mark.full
 def test_a_fit_finds_the_speeds_that_made_the_steps():
     works = [run.workload() for run in RUNS[:4]]
     made = Rates(products=0.5, hbm=0.8, host_layer_s=1e-3)

@@ -106,6 +106,7 @@ def test_observing_changes_nothing_and_counts_the_changes(run: Run) -> None:
     assert metrics["routes/changed_tokens_fraction"] == pytest.approx(len(any_changed) / sum(LENGTHS))
 
 
+@pytest.mark.full
 def test_the_gate_mass_moved_is_that_of_the_gates_that_experts_get(run: Run) -> None:
     before = routers_outputs(run)
     recorded(run)
@@ -232,6 +233,7 @@ def test_routes_of_a_pass_that_was_not_finished_are_an_error(run: Run) -> None:
         imposed(run)
 
 
+@pytest.mark.full
 def test_accounts_that_are_not_checked_are_an_error(run: Run) -> None:
     recorded(run)
     with pytest.raises(AssertionError, match="call finish"), run.tape() as tape:
@@ -263,6 +265,7 @@ def test_looking_at_a_tape_does_not_spend_it(run: Run) -> None:
     assert len(run.cache.samples(run.version)) == len(LENGTHS)
 
 
+@pytest.mark.full
 def test_two_tapes_at_once_are_noticed(run: Run) -> None:
     recorded(run)
     with run.tape() as tape:
@@ -272,6 +275,7 @@ def test_two_tapes_at_once_are_noticed(run: Run) -> None:
         tape.finish()
 
 
+@pytest.mark.full
 def test_a_router_asked_between_passes_is_noticed(run: Run) -> None:
     recorded(run)
     with run.tape() as tape:
@@ -296,6 +300,7 @@ def another_layer(run: Run) -> Any:
     return unwrap(other).decoder.layers[1]
 
 
+@pytest.mark.full
 def test_a_layer_that_uses_another_router_than_the_armed_one_is_an_error(run: Run) -> None:
     """The chunk calls a layer that is not among its modules: an orphan router."""
     recorded(run)
@@ -346,6 +351,7 @@ class Syncs(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.full
 def test_no_router_waits_for_the_device(run: Run) -> None:
     recorded(run)
     with Syncs() as free:
@@ -369,7 +375,7 @@ def test_gates_of_the_live_choice_are_normalised(run: Run) -> None:
     assert torch.allclose(gates, torch.tensor([2 / 3, 1 / 3])[:, None, None].expand(2, 1, 2))
 
 
-@pytest.mark.matrix("384")
+@pytest.mark.full
 @pytest.mark.parametrize("num_experts", [384, 512])
 def test_more_experts_than_a_byte_holds_are_replayed(num_experts: int) -> None:
     case = Case(model="", mesh=MeshConfig(), layouts=PADDED)

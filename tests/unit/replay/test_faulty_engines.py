@@ -246,6 +246,7 @@ def test_each_fault_of_an_engine_is_met(name: str, engine: Engine) -> None:
         assert problem == wanted
 
 
+@pytest.mark.full
 def test_routes_of_older_weights_that_are_said_to_be_present_are_measured(engine: Engine) -> None:
     """An update moves single experts, as rounding does: here 12 % of the choices."""
     older = routes_with_noise(engine.run, 4 * ROUNDING)

@@ -86,6 +86,7 @@ def test_parts_are_weighed_and_added_and_told_by_name(own_module):
     }
 
 
+@pytest.mark.full
 def test_completions_with_equal_parts_have_equal_rewards_in_every_bit(own_module):
     """A product of matrices gives the last ones of 15 another last bit, and their groups a signal."""
     parts = ("exact", "positions", "regex", f"{own_module}:half", f"{own_module}:quarter")
@@ -119,6 +120,7 @@ def test_a_completion_whose_score_failed_has_no_reward_and_counts_in_no_mean(own
     assert metrics["reward/unscored_completions"] == metrics["reward/errors"] == 3
 
 
+@pytest.mark.full
 def test_the_first_failure_of_each_kind_is_reported_with_traceback_and_sample(own_module, tmp_path):
     said = []
     report = FailureReport(said.append, tmp_path)
@@ -190,6 +192,7 @@ def test_a_return_without_one_score_names_what_is_wanted(own_module, returned):
     assert "wanted: a number, (number, reason), a dict with 'score', or steps" in failed.failure.text
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("error_value", [None, -1.0])
 def test_a_part_of_weight_0_that_fails_takes_no_reward_away(own_module, error_value):
     part = f"{own_module}:sometimes"
@@ -505,6 +508,7 @@ def test_errors_of_any_length_are_cut_and_memory_is_limited():
     assert large.error == "MemoryError"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("then", ["idle", "hang in C"])
 def test_judges_end_with_the_process_that_started_them(then):
     context = multiprocessing.get_context("fork")

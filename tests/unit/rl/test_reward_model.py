@@ -208,6 +208,7 @@ def test_texts_are_tokenised_again_for_a_model_with_a_tokenizer_of_its_own(check
     assert too_long.text == f"the text has {MODEL.max_position + 2} tokens, the reward model reads {MODEL.max_position}"
 
 
+@pytest.mark.full
 def test_scores_are_normalised_by_all_those_of_the_training_so_far(checkpoint, one_rank):
     path, alone_PG = checkpoint
     config = config_of(path, "rl.reward.normalize_models=true")
@@ -243,6 +244,7 @@ def test_a_reward_is_the_weighted_sum_of_models_and_functions_and_the_function_d
     assert config_of(path).rl.reward.correct_part is None
 
 
+@pytest.mark.full
 def test_a_language_model_and_another_vocabulary_are_refused(one_rank: Mesh, tmp_path: Path) -> None:
     platform = PlatformConfig()
     for name, model in (("logits", MODEL), ("small", MODEL.model_copy(update={"vocab_size": 99}).scored)):

@@ -238,7 +238,7 @@ def test_mathematics(completion, answer, reward):
     assert math_equal(scored(completion, answer), answer_pattern="") == reward
 
 
-@pytest.mark.matrix("intervals and sets", "numbers, units and words")
+@pytest.mark.matrix("numbers, units and words")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_reference_is_read_as_math_verify_reads_it_between_dollars(form):
     rows = [row.split(" | ") for row in FORMS[form].strip().splitlines()]

@@ -137,6 +137,7 @@ def test_a_request_is_repeated_and_then_its_scores_have_failed(server, replies, 
     assert (counted["reward/errors_raised"], counted["reward/unscored_completions"]) == (2, 2)
 
 
+@pytest.mark.full
 def test_a_server_that_goes_down_in_the_middle_is_counted_by_policy_and_costs_its_waiting_once(server: Server) -> None:
     server.reply = lambda body, _: (200, {"scores": [1.0] * len(body["samples"])})
     settings = RewardServerConfig(batch_size=1, concurrency=1, retries=3, **QUICK)
@@ -169,6 +170,7 @@ def test_a_server_that_is_down_at_the_start_is_refused_before_work(server: Serve
     assert "Start the server" in str(caught.value)
 
 
+@pytest.mark.full
 def test_a_key_comes_from_the_environment_and_is_needed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     server.reply = lambda body, _: (200, {"scores": [1.0] * len(body["samples"])})
     settings = RewardServerConfig(api_key_env="MY_REWARD_KEY", **QUICK)
@@ -247,6 +249,7 @@ JUDGED: dict[str, float | str] = {
 """Answers of a judge -> the score, or the beginning of the reason why it has failed."""
 
 
+@pytest.mark.full
 def test_a_score_of_a_judge_is_read_whole_or_has_failed(server, tmp_path):
     (tmp_path / "judge.jinja").write_text("{{ completion }}")
     server.reply = lambda body, _: says(body["messages"][0]["content"])
@@ -260,6 +263,7 @@ def test_a_score_of_a_judge_is_read_whole_or_has_failed(server, tmp_path):
             assert answer not in failed and score == wanted
 
 
+@pytest.mark.full
 def test_the_number_of_a_score_is_whole_where_a_pattern_takes_a_part_of_it(server, tmp_path):
     (tmp_path / "judge.jinja").write_text("Rate it.")
     server.reply = lambda _, __: says("Rating: [-2.5]")

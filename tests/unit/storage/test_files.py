@@ -72,6 +72,7 @@ def cache(tmp_path):
     return tmp_path / "cache"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("output", "relation"),
     [

@@ -3,6 +3,8 @@
 import gc
 import weakref
 
+import pytest
+
 from mcore_rl.train.loop import TimedGarbage
 
 
@@ -22,6 +24,7 @@ def churn() -> None:
     assert len([[[]] for _ in range(3 * gc.get_threshold()[0])]) > 0
 
 
+@pytest.mark.full
 def test_garbage_waits_for_its_unit_of_work_and_for_pauses() -> None:
     assert gc.isenabled()
     with TimedGarbage(2) as garbage:

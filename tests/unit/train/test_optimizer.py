@@ -126,6 +126,7 @@ def parameters_by_optimizer() -> dict[str, dict[str, list[str]]]:
     return tables
 
 
+@pytest.mark.full
 def test_every_familys_parameters_have_the_optimizer_that_people_last_read() -> None:
     """After a change that is meant: RENEW_GOLDEN=1 python -m pytest tests/unit/train/test_optimizer.py."""
     golden = Path(__file__).parents[2] / "golden/optimizers.json"

@@ -156,6 +156,7 @@ def test_a_rank_ends_with_its_own_status_and_arguments_and_a_good_one_leaves_no_
     assert (status, cause.headline) == (7, f"rank 5 on {HOST} ended with status 7")
 
 
+@pytest.mark.full
 def test_a_signal_for_the_process_is_one_for_the_rank_and_no_failure(tmp_path):
     # Sleeps again and again: a signal that comes just before a call that blocks waits for the end of that call.
     sleep = "import time; os.write(1, b'ready\\n')\nwhile True: time.sleep(.05)"

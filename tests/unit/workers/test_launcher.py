@@ -79,6 +79,7 @@ def test_what_is_refused_before_the_ranks_starts_none(program, tmp_path):
     assert not (tmp_path / "started").exists()
 
 
+@pytest.mark.full
 def test_every_rank_knows_its_place(program, tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     module = program("(notes / f'env_{rank}').write_text(json.dumps([sys.argv[1:], dict(os.environ)]))")
@@ -151,6 +152,7 @@ def test_where_a_fork_is_unsound_ranks_are_fresh(program, tmp_path, reason):
     assert [(tmp_path / f"parent_{rank}").read_text() for rank in range(2)] == ["False", "False"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("imports", "is_copy"), [("a_helper", False), ("json", True)])
 def test_a_single_rank_is_a_copy_where_the_launcher_has_imported_its_program(program, tmp_path, imports, is_copy):
     (tmp_path / "a_helper.py").touch()
@@ -159,6 +161,7 @@ def test_a_single_rank_is_a_copy_where_the_launcher_has_imported_its_program(pro
     assert (tmp_path / "parent").read_text() == str(is_copy)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_during_the_imports_ends_the_launcher_at_once(program, tmp_path, number):
     (tmp_path / "a_helper.py").write_text(
@@ -461,6 +464,7 @@ def test_no_rank_outlives_a_launcher_that_is_killed(program, tmp_path, imports):
     wait_for(lambda: all(is_gone(pid) for pid in ranks))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("variables", "is_rank", "world_size"),
     [

@@ -74,6 +74,7 @@ def test_fewer_queries_than_keys_are_the_last_positions(
     assert_closed_form(layer(), (num_queries, num_keys, 8, 8), 2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("value_width", [6, 12])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_values_may_have_another_width_than_keys(one_rank: Mesh, layer: Layer, length: int, value_width: int) -> None:

@@ -137,18 +137,19 @@ def test_completions_are_the_native_engines_and_keep_the_contract(kind: str, one
 
 
 def test_a_request_that_fails_is_made_by_the_other_server_with_the_same_seed(one_rank: Mesh, tmp_path: Path) -> None:
+    few = replace(EIGHT, max_new_tokens=3)
     with served(one_rank, tmp_path) as ours:
-        wanted = ours.completion((1, 2, 3), seed=5)
+        wanted = ours.completion((1, 2, 3), few, seed=5)
         for fault in ("status_500", "close", "cut_short", "null_logprob"):
             for server in ours.servers:
                 server.faults = [(GENERATE["vllm"], fault)] * (server is ours.servers[0])
             prompts, seeds = [prompt_of((1, 2, 3), str(name)) for name in range(4)], [[5]] * 4
-            for group in ours.engine.generate(prompts, EIGHT, seeds):
+            for group in ours.engine.generate(prompts, few, seeds):
                 assert group.completions[0].tokens_T == wanted.tokens_T
         ours.servers[0].__exit__()
         events: list[str] = []
         ours.engine.listen(events.append)
-        groups = ours.engine.generate(prompts, EIGHT, seeds)
+        groups = ours.engine.generate(prompts, few, seeds)
         (event,) = events
         assert event.startswith(f"{ours.servers[0].url} is lost, 1 are left: ") and "refused" in event
         assert [group.completions[0].tokens_T for group in groups] == [wanted.tokens_T] * 4
@@ -156,7 +157,7 @@ def test_a_request_that_fails_is_made_by_the_other_server_with_the_same_seed(one
         assert ours.fleet.lines == [] and "is left out" in " ".join(ours.engine.take_lines())
         ours.servers[1].__exit__()
         with pytest.raises(EngineError, match="no server is left that has the present weights"):
-            ours.engine.generate(prompts, EIGHT, seeds)
+            ours.engine.generate(prompts, few, seeds)
 
 
 @pytest.mark.full
@@ -236,6 +237,7 @@ def test_too_few_servers_with_the_weights_end_the_run(one_rank: Mesh, tmp_path: 
             ours.engine.update_weights(1)
 
 
+@pytest.mark.full
 def test_an_answer_during_an_update_counts_only_of_a_server_that_the_probe_has_proved(
     one_rank: Mesh, tmp_path: Path
 ) -> None:

@@ -288,7 +288,7 @@ REPORTS: dict[str, tuple[Cut, Callable[[Tensor, Tensor, Cut], Tensor]]] = {
 }
 
 
-@pytest.mark.matrix("raw_logprobs")
+@pytest.mark.full
 @pytest.mark.parametrize("fault", REPORTS)
 def test_a_server_that_has_the_weights_and_reports_other_logprobs_of_what_it_samples_fails(
     fault: str, served: Served
@@ -456,7 +456,7 @@ ROUNDED_FAULTS: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.matrix("bf16")
+@pytest.mark.full
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_each_fault_of_a_server_in_bf16_is_found_beside_what_rounding_makes(
     precision: Precision, one_rank: Mesh

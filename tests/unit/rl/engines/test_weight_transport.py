@@ -94,6 +94,7 @@ def test_a_broadcast_reaches_every_worker_of_every_server() -> None:
             assert all(torch.equal(tensors[name], bucket.tensors[name]) for name in tensors)
 
 
+@pytest.mark.full
 def test_a_broadcast_to_a_worker_that_is_gone_ends() -> None:
     transport = BroadcastTransport("127.0.0.1", {"http://a:1": 1}, torch.device("cpu"), timeout_s=1)
     with pytest.raises(EngineError, match=r"did not end .* one of their workers is gone"):

@@ -363,6 +363,7 @@ def test_a_sampling_of_its_own_is_refused_where_that_is_asked_for(
     assert "temperature" in text
 
 
+@pytest.mark.full
 def test_answers_are_recorded_once_and_only_if_they_were_read(
     theirs: Oracle, engine: MegatronEngine, folder: Path, one_rank: Mesh
 ) -> None:

@@ -62,7 +62,7 @@ def test_masks_and_logprobs_are_those_of_a_teacher_forced_pass_over_the_whole_co
     assert all(not output["logprobs"][~batch.mask_T].any() for _ in pairs)
 
 
-@pytest.mark.matrix("plain")
+@pytest.mark.full
 @pytest.mark.parametrize("template", ["tokenizer", "plain", "raw"])
 def test_the_tokens_between_turns_are_those_of_the_template(template, theirs, engine, folder, one_rank):
     """With a token for each character a conversation has one tokenisation: here the whole is rendered at once."""

@@ -97,6 +97,7 @@ class Comparing:
         return [{"role": "user", "content": "again"}], is_right, is_right
 
 
+@pytest.mark.full
 def test_numpy_s_bools_are_rewards_and_ends() -> None:
     assert not isinstance(Comparing().step("ab")[2], bool)
     problem = Problem(problem_id="p", prompt="?", answer="")

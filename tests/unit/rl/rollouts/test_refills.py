@@ -10,6 +10,7 @@ MAX_REFILLS = 4
 BATCHES = 2000
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("has_signal", [0.25, 0.5, 0.8])
 @pytest.mark.parametrize(("num_groups", "most"), [(8, 0.07), (32, 0.03), (128, 0.011)])
 def test_few_groups_of_a_refill_are_too_many(num_groups: int, most: float, has_signal: float) -> None:
