@@ -157,6 +157,7 @@ def test_a_rank_that_lost_its_peer_gives_way_to_the_peers_own_words(tmp_path):
     assert "Traceback" not in outcome.errors[0] and "ValueError: the cause" in outcome.errors[1]
 
 
+@pytest.mark.matrix("0")
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_killed_rank_does_not_leave_the_other_waiting(tmp_path, killed):
     outcome = run_bare(

@@ -282,6 +282,7 @@ def test_a_killed_rank_is_named_with_its_signal(program, tmp_path, capfd):
 
 def test_a_rank_that_does_not_heed_sigterm_and_the_children_of_a_failed_one_are_killed(program, tmp_path, monkeypatch):
     monkeypatch.setattr(launcher, "GRACE_S", 0.3)
+    monkeypatch.setattr(launcher._join_tees, "__defaults__", (0.3,))  # its children keep the rank's output open
     module = program("""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         child = subprocess.Popen(["sleep", "600"])
