@@ -72,6 +72,7 @@ def expert_tokens(run_dir: Path) -> int:
     return int(torch.tensor(loads).sum())
 
 
+@pytest.mark.full
 def test_a_second_run_does_not_write_to_the_folder_of_a_living_one(
     config_file: Path, mcore_rl: Callable[..., Finished], tmp_path: Path
 ) -> None:

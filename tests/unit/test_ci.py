@@ -131,7 +131,7 @@ def test_plain(): pass
 """
 
 
-@pytest.mark.matrix("arguments0-3-3")
+@pytest.mark.matrix("arguments1-3-3")
 @pytest.mark.parametrize(
     ("arguments", "run", "left_out"),
     [

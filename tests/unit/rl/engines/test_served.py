@@ -470,6 +470,7 @@ def test_a_server_that_another_run_takes_is_lost_at_its_next_answer(one_rank: Me
         assert {server.version for server in ours.servers} == {others}, "and is not updated any more"
 
 
+@pytest.mark.full
 def test_a_server_joins_with_the_next_update_and_one_that_leaves_keeps_no_prompt_of_its_own(
     one_rank: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

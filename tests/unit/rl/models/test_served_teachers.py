@@ -105,6 +105,7 @@ def test_each_prompt_is_asked_of_the_teacher_of_its_tag_and_none_is_asked_of_the
 ONE = Group(prompt=prompt_of((30, 31)), completions=(completion_of("", (40, 41)), completion_of("", (42,))))
 
 
+@pytest.mark.matrix("vllm-null_logprob", "sglang-not_json")
 @pytest.mark.parametrize("fault", ["null_logprob", "cut_short", "status_500", "not_json", "close", "hang"])
 def test_an_answer_that_is_missing_or_short_is_asked_for_again_and_then_ends_the_run(
     fault: str, server: FakeServer, monkeypatch: pytest.MonkeyPatch
