@@ -52,7 +52,7 @@ def single_rank(family: str) -> tuple[Tensors, ExpertLoads]:
     return initial, run_ranks(counted, 1, config, initial)[0]
 
 
-@pytest.mark.matrix("qwen3_moe-tp2-etp2-ep2")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "mesh"),
     [("qwen3_moe", mesh) for mesh in ("tp2", "pp2-vpp2", "cp2", "tp2-etp2-ep2")] + [("deepseek_v3", "pp2-vpp2")],

@@ -265,7 +265,7 @@ def test_an_answer_during_an_update_counts_only_of_a_server_that_the_probe_has_p
         assert found[0].policy_version == 1
 
 
-@pytest.mark.matrix("vllm-False")
+@pytest.mark.full
 @pytest.mark.parametrize("may_miss_routes", [True, False])
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_routes_that_newer_weights_computed_again_are_not_those_of_the_tokens_before_them(

@@ -24,7 +24,7 @@ def overlap_of(engine: MegatronEngine) -> tuple[float, float] | None:
     return (float(metrics[0].value), float(metrics[0].count)) if metrics else None
 
 
-@pytest.mark.matrix("deepseek_v32-False")
+@pytest.mark.full
 @pytest.mark.parametrize("has_fixed_shapes", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_training_chooses_the_keys_of_the_engine(case, has_fixed_shapes, one_rank, monkeypatch):
