@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from mcore_rl.programs import open_run
 from mcore_rl.rl.engines.native.decoder import Decoder
+from mcore_rl.rl.engines.vllm_api import VllmApi
 from mcore_rl.rl.models import critic
 from mcore_rl.rl.step import learner
 from mcore_rl.train import loop, saving
@@ -29,6 +30,7 @@ CALLED_IN: dict[str, tuple[Any, str]] = {
     "start": (open_run, "set_up"),
     "step": (loop, "train_step"),
     "rollout": (Decoder, "step"),
+    "push": (VllmApi, "load"),
     "critic": (critic, "compute_gradients"),
     "update": (learner, "compute_gradients"),
     # All shards are written, and the checkpoint has no name yet.

@@ -17,9 +17,15 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.megatron.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks
 from mcore_rl.megatron.platform import start
-from tests.servers.vllm_server import MODELS, Trainer, VllmServer
+from tests.servers.vllm_server import MODELS, UNTRIED, Trainer, VllmServer
 
 Figures = dict[str, Any]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """A version that is newer than the table of the protocol, or older, is named in one line at the end."""
+    if UNTRIED:
+        terminalreporter.write_line(f"Not a tried version: {UNTRIED[0]}", yellow=True)
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from mcore_rl.data.chat import Conversation
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.model.hf_stream import WeightStream
 from mcore_rl.rl.engines.server_api import HttpClient, ServerError
+from mcore_rl.rl.engines.vllm_api import VllmApi
 from mcore_rl.rl.models.served_teachers import ServedTeachers
 from mcore_rl.rl.types import Group, Problem, Prompt
 from mcore_rl.storage.checkpoints.write import save_weights
@@ -177,25 +178,63 @@ def test_the_probe_finds_weights_that_did_not_arrive(fault, family, server, trai
     restored(trainer, server)
 
 
-@pytest.mark.parametrize("left", ["a pause", "an update", "a part of a module"])
-def test_what_a_dead_trainer_left_is_undone_and_one_whole_push_is_right(left, family, server, trainer, tmp_path):
+LEFT = ("a pause", "an update", "a part of a module", "a sleep", "a sleep without weights", "the weights awake alone")
+
+
+@pytest.mark.parametrize("left", LEFT)
+def test_what_a_dead_trainer_left_is_undone_and_one_whole_push_is_right(
+    left, family, server, trainer, tmp_path, figures
+):
     """Without abort_update the push after a part of a module is wrong, with status 200 throughout."""
-    server.api.pause()
-    if left != "a pause":
-        server.api.start_update()
+    dead = VllmApi(HttpClient(server.url), vocab_size=VOCAB, request_timeout_s=600, update_timeout_s=600)
+    if left in ("a pause", "an update", "a part of a module"):
+        dead.pause()
+    else:
+        dead.sleep(keeps_weights=left == "a sleep")
+    if left == "the weights awake alone":
+        dead.pause()
+    if left in ("an update", "a part of a module"):
+        dead.start_update()
     if left == "a part of a module":
         name = "model.layers.0.self_attn.q_proj.weight"
         streamed = WeightStream(trainer.chunks, trainer.mesh, trainer.model)
         (query,) = [bucket.tensors[name].clone() for bucket in streamed if name in bucket.tensors]
         path = tmp_path / "model.safetensors"
         save_file({name: query}, path)
-        server.api.load({"files": [{"path": str(path), "crc32": crc32_of(path)}]})
+        dead.load({"files": [{"path": str(path), "crc32": crc32_of(path)}]})
         with pytest.raises(ServerError, match="status 500"):
-            server.api.load({"files": [{"path": str(path), "crc32": "00000000"}]})
+            dead.load({"files": [{"path": str(path), "crc32": "00000000"}]})
     server.api.undo_update()
     trainer.randomize(seed=7)
     report = trainer.push(server.api)
     assert report.living == (server.url,) and report.probe < 2e-4
+    figures[f"{family}: probe after {left} of a dead trainer"] = report.probe
+
+
+def test_a_request_to_a_server_that_sleeps_waits_for_the_weights_of_the_push_that_wakes_it(
+    family: str, server: VllmServer, trainer: Trainer, figures: Figures
+) -> None:
+    """A CPU's memory stays, and everything else is that of `rl.engine.share_gpus`: weights are woken before the push,
+    keys and values after it. Prompts of before the sleep are asked again.
+    """
+    prompts = random_prompts(4, 24, VOCAB, seed=5)
+    for version, keeps_weights in enumerate([True, False]):
+        trainer.randomize(seed=80 + version)
+        assert trainer.push(server.api).living
+        generated([server.api], prompts, max_new=4, temperature=1.0, salt="same")
+        server.api.sleep(keeps_weights=keeps_weights)
+        with ThreadPoolExecutor(1) as beside:
+            waiting = beside.submit(generated, [server.api], prompts, max_new=16, temperature=1.0, salt="same")
+            sleep(2)
+            assert not waiting.done()
+            trainer.randomize(seed=90 + version)
+            report = trainer.push(server.api)
+            made = waiting.result()
+        assert report.living == (server.url,) and report.probe < 1e-5
+        assert {span.version for one in made for span in one.versions} == {trainer.version}
+        found = trainer.compared(zip(prompts, made, strict=True), 1.0)
+        figures[f"{family}: requests to a server that sleeps, level {2 - keeps_weights}"] = asdict(found)
+        assert found.largest <= 1e-5 and found.compared_fraction > 0.5
 
 
 def test_the_served_engine_keeps_the_contract_of_engines(server: VllmServer, trainer: Trainer, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.config.run import PlatformConfig
+from mcore_rl.errors import EngineError
 from mcore_rl.families import hf_config
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import start
@@ -45,6 +46,8 @@ MAX_TOKENS = 512
 NEARLY_ALIKE = 5e-6
 """Difference of the probabilities of two experts that rounding in fp32 may turn around."""
 ROOT = Path(__file__).parents[2]
+UNTRIED: list[str] = []
+"""Why runs refuse the version of each server that has been started; empty for versions of the protocol's table."""
 SHAPE: dict[str, Any] = {
     "num_layers": 4,
     "hidden_size": 256,
@@ -133,6 +136,10 @@ class VllmServer:
     def wait(self, timeout_s: float = 900.0) -> "VllmServer":
         """Return when the server answers."""
         until_healthy(self.api, lambda: self.process.poll() is None, self.log, timeout_s)
+        try:
+            self.api.refuse_untried()
+        except EngineError as error:  # whether it works is what the tests find out
+            UNTRIED.append(str(error))
         return self
 
     def workers(self) -> list[psutil.Process]:

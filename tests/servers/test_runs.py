@@ -1,0 +1,96 @@
+"""Whole runs on a real server: two runs on one server, and a trainer that is killed inside an update."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.config.load import load_config
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.rl.engines.server_api import ServerError
+from tests.e2e.conftest import write_rl_config
+from tests.e2e.test_resume import running, wait_for_step
+from tests.e2e.test_rl import SERVED, computed
+from tests.forked import run_main, succeed
+from tests.servers.conftest import Figures
+from tests.servers.vllm_server import VllmServer
+
+WORDS = (
+    *("mesh.tp=1", "mesh.ep=1", "model.head_dim=32", "train.steps=6", "train.global_batch=8"),
+    *("train.eval_interval=none", "checkpoint.interval=2", "checkpoint.asynchronous=false", "rl.samples.interval=none"),
+    *("rl.rollout.prompts_per_step=4", "rl.rollout.group_size=4", "replay.kind=none", "rl.loss.kl_coeff=0"),
+    *("rl.loss.reference_refresh_rollouts=none", "rl.engine.kind=vllm"),
+)
+"""Three rollout batches of two updates each, with heads of a width that vLLM has on CPUs."""
+KILLED = "SIGKILL.push.8"
+"""Five buckets are a push: the trainer ends inside the second one, two buckets into it."""
+
+
+@pytest.fixture(scope="module")
+def rl_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_rl_config(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def server(rl_file: Path, python: str) -> Iterator[VllmServer]:
+    server = VllmServer(python, load_config(RlRunConfig, rl_file, WORDS).model, rl_file.parent / "model")
+    try:
+        yield server.wait()
+    finally:
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def words(rl_file: Path, server: VllmServer) -> list[str]:
+    return [str(rl_file), *WORDS, f"rl.engine.urls=['{server.url}']"]
+
+
+@pytest.fixture(scope="module")
+def in_one_go(words: list[str], rl_file: Path) -> Path:
+    """The folder of the run on a server that nothing happens to."""
+    succeed("mcore_rl.programs.rl", words)
+    return rl_file.parent / "rl"
+
+
+def assert_same(run_dir: Path, in_one_go: Path) -> float:
+    """The run computed what the other one did. Returns its largest |engine's - trainer's logprob| in nats."""
+    wanted, found = computed(in_one_go, SERVED), computed(run_dir, SERVED)
+    assert len(wanted) == 6 and found.keys() == wanted.keys()
+    for step, numbers in wanted.items():
+        assert found[step] == pytest.approx(numbers, rel=1e-4, abs=1e-6)
+    mismatches = [one["rollout/mismatch_max"] for one in computed(run_dir, ("rollout/mismatch_max",)).values()]
+    assert len(mismatches) == 6 and max(mismatches) < 1e-4
+    return max(mismatches)
+
+
+def test_a_second_run_on_a_server_is_refused_by_the_name_of_the_first_which_goes_on(
+    words: list[str], in_one_go: Path, tmp_path: Path
+) -> None:
+    first_dir, second = tmp_path / "first", [*words, f"run_dir={tmp_path / 'second'}"]
+    with running(["rl", *words, f"run_dir={first_dir}", "train.steps=2000"], tmp_path / "output") as first:
+        wait_for_step(first_dir, 2, first)
+        refused = run_main("mcore_rl.programs.rl", second)
+        assert refused.returncode == 2 and f"belongs to the run {first_dir}:" in refused.stderr, refused.stderr
+        done = max(computed(first_dir, SERVED))
+        wait_for_step(first_dir, done + 4, first)
+        first.send_signal(signal.SIGUSR1)
+        assert first.wait() == 0, first.text
+    # A run that ends releases its server.
+    succeed("mcore_rl.programs.rl", second)
+    assert_same(tmp_path / "second", in_one_go)
+
+
+def test_a_run_that_is_killed_inside_an_update_takes_its_server_over_and_computes_what_it_would_have(
+    words: list[str], in_one_go: Path, server: VllmServer, tmp_path: Path, figures: Figures
+) -> None:
+    words = [*words, f"run_dir={tmp_path / 'run'}"]
+    killed = run_main("tests.e2e.signalled", ["rl", KILLED, *words])
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    with pytest.raises(ServerError, match="already active"):  # half of the weights are there, and computing is paused
+        server.api.start_update()
+    # The checkpoint of step 2 comes after its update: the run begins anew, with a server that was left half updated.
+    succeed("mcore_rl.programs.rl", words)
+    figures["trainer killed inside an update, started again: largest |engine - trainer|"] = assert_same(
+        tmp_path / "run", in_one_go
+    )
