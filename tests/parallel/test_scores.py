@@ -118,7 +118,7 @@ def initial_weights(config: RewardModelConfig) -> list[Any]:
     return owned(set_up_plain(config))
 
 
-@pytest.mark.full
+@pytest.mark.matrix("two-whole")
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)], ids=["whole", "adapters"])
 @pytest.mark.parametrize("meshes", [("pp2-vpp2", "tp2-ep2"), ("tp2", "pp2-vpp2", "cp2", "tp2-ep2")], ids=["two", "all"])
 def test_losses_and_gradients_of_values_and_rewards_do_not_depend_on_the_mesh(

@@ -129,12 +129,12 @@ def test_a_calibrated_cluster_plans_the_step_of_its_run(capsys, tmp_path):
     assert "[rates]" in shown and any(line.startswith("host_layer_s = 0.00") for line in shown)
     assert load_config(ClusterConfig, cluster).rates.source == str(run_dir)
     planned = lines_of(capsys, "qwen3_30b_a3b/pretrain", "--cluster", str(cluster), "--nodes", "2")
-    assert planned[2].startswith("step    20 s (16.7-24)")
+    assert any(line.startswith("step    20 s (16.7-24)") for line in planned)
     assert any(line.startswith(f"range   calibrated with {run_dir}") for line in planned)
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="no folder of a run"):
+    with pytest.raises(ConfigError, match=r"no\s+folder\s+of\s+a\s+run"):
         run(["plan", "--calibrate", str(tmp_path), "--cluster", H100])
     with pytest.raises(ConfigError, match="CONFIG is missing"):
         run(["plan", "--cluster", H100, "--nodes", "2"])
