@@ -308,7 +308,7 @@ CLAIMS = {
         sentence="The engine's own logprobs cost GSPO less reward than GRPO, where the engine differs from the trainer",
         start="small",
         rollouts=16,
-        words=("optim.lr=3e-4",),
+        words=("optim.lr=1e-4",),
         arms={
             f"{name}, {engine}, {old}": [*loss, kind, *([FROM_ENGINE] if old == "engine's" else [])]
             for engine, kind in (("rounded", ROUNDED), ("noisy", NOISY))
@@ -357,7 +357,7 @@ CLAIMS = {
         sentence="A change from GRPO to GSPO in mid-run costs no reward",
         start="small",
         rollouts=16,
-        words=("optim.lr=3e-4",),
+        words=("optim.lr=1e-4",),
         before=begin_as_grpo,
         arms={**PAIRS, SWITCHED: [GSPO]},
         differences={
