@@ -16,6 +16,7 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SFTDataConfig
 from mcore_rl.storage.checksums import crc32_of
 from mcore_rl.storage.files import POINTER_REMEDY, data_files, is_lfs_pointer
+from mcore_rl.storage.folders import NO_TEMPLATE, template_in
 
 OF_TEXT = ("data.", "rl.prompts.", "rl.eval.", "rl.ptx.")
 """Prefixes of the fields that name files of text, tokenizers or templates."""
@@ -29,15 +30,28 @@ Inputs = Iterable[tuple[str, Path, str]]
 """Field, path and kind of each thing that a run reads."""
 
 
-def absent_inputs(inputs: Inputs) -> Iterator[str]:
-    """Yield a sentence, with its remedy, for each file that is missing, no file at all, or a pointer of Git LFS."""
-    for name, path, what in inputs:
+def absent_inputs(config: RunConfig) -> Iterator[str]:
+    """Yield a sentence, with its remedy, for each file that is missing, no file, or a pointer of Git LFS, and for a
+    chat template that the tokenizer lacks.
+    """
+    yield from absent_template(config)
+    for name, path, what in inputs_of(config):
         if not os.path.exists(path):  # also False if the name is too long, where Path.exists() raises
             yield absent(name, path, what)
         elif not (path.is_file() or path.is_dir()):
             yield f"{name} names {what} {path}, a pipe or device, which cannot be read twice. Name a file."
         for file in filter(is_lfs_pointer, _files_of(name, path)):
             yield f"{name} names {what} {path}, and {file} holds no data. {POINTER_REMEDY}"
+
+
+def absent_template(config: RunConfig) -> Iterator[str]:
+    """Yield a sentence if the tokenizer's folder has not the chat template that a run takes from it."""
+    data = getattr(config, "data", None)
+    tokenizer = getattr(data, "tokenizer", TokenizerConfig())
+    if getattr(data, "chat_template", "") == "tokenizer" and tokenizer.kind == "huggingface":
+        folder = Path(tokenizer.path or "")
+        if folder.is_dir() and template_in(folder) is None:
+            yield NO_TEMPLATE.format(folder=folder)
 
 
 def absent(name: str, path: Path, what: str) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.checks.inputs import absent_inputs, inputs_of
+from mcore_rl.checks.inputs import absent_inputs
 from mcore_rl.checks.rl_run import check_rl
 from mcore_rl.checks.run import check
 from mcore_rl.checks.tuning import check_dpo, check_rm, check_sft
@@ -43,7 +43,7 @@ class Program:
             except ConfigError as error:
                 lines = str(error).splitlines()
             if is_wrong or lines:
-                raise ConfigError("\n".join([*lines, *absent_inputs(inputs_of(config))]))
+                raise ConfigError("\n".join([*lines, *absent_inputs(config)]))
 
         config = load_run_config(self.config, path, overrides, check=check)
         return config, ranks or config.mesh.smallest_world

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.checks.inputs import absent_template
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.cli.migrate import translated
 from mcore_rl.config.mesh import MeshConfig
@@ -51,6 +52,8 @@ def main(args: argparse.Namespace) -> int:
         ("run_dir", f"runs/{name}_{kind}", "everything that the run writes"),
         ("model.path", args.folder, "model, tokenizer, chat template and weights"),
     ]
+    if kind != "pretrain" and any(absent_template(config)):
+        lines.append(("data.chat_template", "plain", 'there is none in the model\'s folder; or "raw", or a jinja file'))
     if kind == "rm":
         lines.append(("model.head", "score", "one number for a sequence"))
     lines += [("platform.precision", "bf16" if gpus else "fp32", ""), ("mesh.dp", "auto", "what the ranks leave")]

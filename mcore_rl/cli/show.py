@@ -5,7 +5,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from mcore_rl.checks.inputs import absent_inputs, inputs_of
+from mcore_rl.checks.inputs import absent_inputs
 from mcore_rl.checks.mesh import mesh_dependences
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.kinds import KINDS, READERS
@@ -25,7 +25,7 @@ def show_config(args: argparse.Namespace) -> int:
         return 0
     config, ranks = PROGRAMS[kind].checked_config(path, args.overrides, args.ranks)
     _, origins = with_origins(PROGRAMS[kind].config, path, args.overrides)
-    for sentence in [*absent_inputs(inputs_of(config)), *mesh_dependences(config, ranks)]:
+    for sentence in [*absent_inputs(config), *mesh_dependences(config, ranks)]:
         sys.stderr.write(f"warning: {sentence}\n")
     sys.stdout.write(f"# mcore-rl {kind}; passes all checks on {ranks} ranks\n{dump_config(config, origins)}")
     return 0

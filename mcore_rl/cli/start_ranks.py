@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from mcore_rl.checks.inputs import absent_inputs, has_checkpoints, inputs_of
+from mcore_rl.checks.inputs import absent_inputs, has_checkpoints
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.checks.run import absent_packages, refuse, refuse_nothing_to_evaluate
 from mcore_rl.cli.commands import Command
@@ -64,7 +64,7 @@ def prepare(config: RunConfig, ranks: int, *, trains: bool) -> None:
     run_dir = Path(config.run_dir)
     refuse(
         [
-            *absent_inputs(inputs_of(config)),
+            *absent_inputs(config),
             *(absent_packages(config) if trains else ()),
             *local_memory_violations(training_of(config.decided(is_cuda=False), ranks), trains=trains),
         ]

@@ -12,6 +12,7 @@ from tokenizers import AddedToken
 
 from mcore_rl.data.tokenizer import Encoded, without_limits
 from mcore_rl.errors import DataError
+from mcore_rl.storage.folders import NO_TEMPLATE
 
 TEMPLATE_ERRORS = (
     *(jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError, MemoryError),
@@ -22,10 +23,6 @@ DEFAULT, TOOL_USE = "default", "tool_use"
 """Names of the template of all conversations, and of the template of conversations with tools, where there are two."""
 MORE_TEMPLATES = "additional_chat_templates"
 """Folder of a tokenizer's further chat templates, as transformers 5 saves them."""
-NO_TEMPLATE = (
-    "{folder} has no chat template (neither chat_template.jinja nor chat_template in tokenizer_config.json). Name a "
-    'jinja file with data.chat_template, or set it to "plain" or "raw".'
-)
 
 
 def render(*args: Any, **options: Any) -> tuple[Any, Any]:

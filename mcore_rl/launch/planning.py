@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.checks.cluster import NAME, placement, why_reserved
-from mcore_rl.checks.inputs import absent, has_checkpoints, inputs_of
+from mcore_rl.checks.inputs import absent, absent_template, has_checkpoints, inputs_of
 from mcore_rl.checks.programs import PROGRAMS, program_of
 from mcore_rl.checks.run import refuse
 from mcore_rl.config.cluster import ClusterConfig, ContainerConfig, NoContainer
@@ -68,6 +68,7 @@ def check_training(config: RunConfig, cluster: ClusterConfig, nodes: int, allowa
     plan = estimate(training_of(config, world), place_of(cluster))
     missing = [
         *_missing_inputs(inputs_of(config), run_dir, cluster.container, allowances),
+        *absent_template(config),
         *_not_imported(config.checkpoint.load, config.model, run_dir.absolute()),
         *image_violations(cluster.container),
     ]

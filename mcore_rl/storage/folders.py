@@ -36,6 +36,12 @@ READ_JSON = (
 VOCABULARIES = ("vocab.json", "merges.txt")
 
 
+NO_TEMPLATE = (
+    "{folder} has no chat template (neither chat_template.jinja nor chat_template in tokenizer_config.json). Name a "
+    'jinja file with data.chat_template, or set it to "plain" or "raw".'
+)
+
+
 def is_hf(path: Path) -> bool:
     """Return whether a path is of Hugging Face's format: a safetensors file, or a folder that has some."""
     return path.suffix == ".safetensors" or (path.is_dir() and any(path.glob("*.safetensors*")))
@@ -181,7 +187,7 @@ def read_model_folder(path: Path, family: str | None = None) -> ModelFolder:
             path=path,
             model=model_from_hf(read_config(path), family),
             tokenizer=tokenizer_in(path),
-            chat_template=_template_in(path),
+            chat_template=template_in(path),
             is_huggingface=True,
         )
     if is_hf(path):
@@ -248,7 +254,8 @@ def tokenizer_in(folder: Path) -> TokenizerConfig:
     return TokenizerConfig()
 
 
-def _template_in(folder: Path) -> Literal["tokenizer"] | None:
+def template_in(folder: Path) -> Literal["tokenizer"] | None:
+    """Return data.chat_template of a tokenizer's folder that has a template; else None."""
     if (folder / "chat_template.jinja").is_file():
         return "tokenizer"
     path = folder / "tokenizer_config.json"
@@ -267,7 +274,7 @@ def _read_checkpoint(path: Path) -> ModelFolder:
         )
     marker = read_marker(path)
     data: dict[str, Any] = marker.settings.get("data", {})
-    tokenizer, template = tokenizer_in(path), _template_in(path)
+    tokenizer, template = tokenizer_in(path), template_in(path)
     if tokenizer.path is None:
         tokenizer = section_of_run(TokenizerConfig, data.get("tokenizer", {}))
         template = data.get("chat_template")

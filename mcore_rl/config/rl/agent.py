@@ -30,7 +30,7 @@ class AgentConfig(Section):
     """GiB of address space that a process of a session, and each that it starts, may take beyond its initial size
     (RLIMIT_AS); `none`: no limit."""
     max_calls: PositiveInt = 64
-    """Maximum number of the policy's answers in a session; a further request is refused and truncates it."""
+    """Maximum number of the policy's answers in a session; one more is refused, and the sample truncated."""
     max_tokens: PositiveInt = 4096
     """Maximum number of tokens of a session after its prompt, over all its segments; a request without room is refused
     with the code context_length_exceeded."""

@@ -165,7 +165,7 @@ class RewardConfig(Section):
     length_min_tokens: NonNegativeInt = 0
     """Minimum length for the part `length`: a shorter completion loses the missing fraction, from 0 to -1."""
     length_max_tokens: PositiveInt | None = None
-    """Maximum length for the part `length`: a longer completion loses the excess, at most 1; `none`: no limit."""
+    """Maximum length for the part `length`: a longer one loses the excess fraction, at most 1; `none`: no limit."""
     overlong_buffer_tokens: PositiveInt | None = None
     """Tokens before rollout.max_new_tokens, or environment.max_tokens with an environment, over which the reward falls
     linearly by `overlong_penalty` (DAPO); `none`: no penalty."""

@@ -122,11 +122,11 @@ def test_teachers_and_texts_that_are_not_there_are_named_with_the_other_files() 
     }
     inputs = [(name, str(path)) for name, path, _ in inputs_of(gone) if str(path).startswith("gone/")]
     assert inputs == [(name, path) for name, paths in wanted.items() for path in paths.split()]
-    sentences = "\n".join(absent_inputs(inputs_of(gone)))
+    sentences = "\n".join(absent_inputs(gone))
     assert all(f"{name} names" in sentences and path in sentences for name, path in inputs)
 
 
-def test_a_pipe_and_a_pointer_of_git_lfs_are_no_inputs(tmp_path: Path) -> None:
+def test_a_pipe_a_pointer_of_git_lfs_and_a_tokenizer_without_a_template_are_no_inputs(tmp_path: Path) -> None:
     (tmp_path / "chats").mkdir()
     (tmp_path / "tokenizer").mkdir()
     for name in ("chats/1.jsonl", "tokenizer/tokenizer.json"):
@@ -135,7 +135,8 @@ def test_a_pipe_and_a_pointer_of_git_lfs_are_no_inputs(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.jsonl")
     words = [f"data.train=[{tmp_path}/chats]", f"data.valid=[{tmp_path}/pipe.jsonl]", f"run_dir={tmp_path}/run"]
     sft = load_config(SFTConfig, None, [*words, f"data.tokenizer.path={tmp_path}/tokenizer"])
-    tokenizer, folder, pipe = absent_inputs(inputs_of(sft))
+    template, tokenizer, folder, pipe = absent_inputs(sft)
+    assert template.startswith(f"{tmp_path}/tokenizer has no chat template")
     assert f"{tmp_path}/tokenizer/tokenizer.json holds no data. It is a pointer of Git LFS" in tokenizer
     assert f"{tmp_path}/chats/1.jsonl holds no data. It is a pointer of Git LFS" in folder
     assert pipe.startswith(f"data.valid names the file {tmp_path}/pipe.jsonl, a pipe or device")
@@ -144,7 +145,7 @@ def test_a_pipe_and_a_pointer_of_git_lfs_are_no_inputs(tmp_path: Path) -> None:
 def test_a_reference_that_is_not_there_is_named(tmp_path: Path) -> None:
     words = (f"dpo.reference={tmp_path}/sft", f"run_dir={tmp_path}/run")
     dpo = load_config(DPOConfig, Path("tiny_moe/dpo"), words)
-    (sentence,) = (text for text in absent_inputs(inputs_of(dpo)) if "dpo.reference" in text)
+    (sentence,) = (text for text in absent_inputs(dpo) if "dpo.reference" in text)
     assert f"dpo.reference names the checkpoint {tmp_path}/sft, which does not exist" in sentence
 
 
