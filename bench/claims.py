@@ -346,7 +346,7 @@ CLAIMS = {
         start="small",
         rollouts=16,
         words=(
-            *("rl.environment.name=bench.claims:Chain", 'rl.reward.parts=["environment"]', "optim.lr=3e-4"),
+            *("rl.environment.name=bench.claims:Chain", 'rl.reward.parts=["environment"]', "optim.lr=1e-4"),
             *("rl.environment.max_turns=3", "rl.environment.max_tokens=96", "rl.prompts.smallest=12"),
             *("rl.prompts.largest=15", "rl.rollout.max_new_tokens=12"),
         ),
