@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.claims import CLAIMS, Claim, by_seed, outcome, ratio_slope, reward, run_folder
+from bench.claims import CLAIMS, RESULTS, ROOT, Claim, by_seed, outcome, ratio_slope, reward, run_folder, table
 from mcore_rl.cli.study import StudyRun
 
 
@@ -66,3 +66,8 @@ def test_every_difference_is_of_arms_that_are_run() -> None:
 
 def test_folders_are_those_of_a_study() -> None:
     assert run_folder(Path("a"), "GRPO + R3", 2) == Path("a/grpo_with_r3-2")
+
+
+def test_the_page_has_the_tables_of_all_results() -> None:
+    results, page = json.loads(RESULTS.read_text()), (ROOT / "docs/claims.md").read_text()
+    assert [name for name in {one["claim"]: None for one in results} if table(name, results) not in page] == []
