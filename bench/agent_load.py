@@ -81,7 +81,7 @@ def measured(engine: Any, config: RlRunConfig, folder: Path, mesh: Mesh, prompts
 
 
 def main() -> None:
-    """Measure, and write the figures beside those of other numbers of sessions."""
+    """Measure, and write the figures, and keep those of other numbers of sessions."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--sessions", type=int, default=64)
     parser.add_argument("--calls", type=int, default=20, help="calls of each session")

@@ -471,15 +471,15 @@ def run_claim(name: str, folder: Path, layers: str, seeds: Sequence[int], minute
 
 def table(name: str, results: Sequence[Mapping[str, Any]]) -> str:
     """Return the Markdown table of a claim: a row for each comparison, a column for each kind of kernels."""
-    found = {one["layers"]: one["differences"] for one in results if one["claim"] == name}
+    found = {result["layers"]: result["differences"] for result in results if result["claim"] == name}
     lines = [
         f"| {CLAIMS[name].sentence} | " + " | ".join(KERNELS[layers] for layers in found) + " |",
         "|---" + "|---" * len(found) + "|",
     ]
     for what in CLAIMS[name].differences:
         cells = [
-            f"{one['mean']:.3g} ± {one['half']:.2g}: {one['outcome']}"
-            for one in (differences[what] for differences in found.values())
+            f"{differences[what]['mean']:.3g} ± {differences[what]['half']:.2g}: {differences[what]['outcome']}"
+            for differences in found.values()
         ]
         lines.append("| " + " | ".join([what, *cells]) + " |")
     return "\n".join(lines)
@@ -501,7 +501,8 @@ def main() -> None:
         key = (name, args.layers)
         results = [one for one in results if (one["claim"], one["layers"]) != key] + [found]
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    print("\n\n".join(table(name, results) for name in CLAIMS if any(one["claim"] == name for one in results)))
+    names = {result["claim"] for result in results}
+    print("\n\n".join(table(name, results) for name in CLAIMS if name in names))
 
 
 if __name__ == "__main__":

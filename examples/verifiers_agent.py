@@ -11,7 +11,7 @@ from mcore_rl.rl.agents.run import Run
 
 
 class Answered(vf.Task[vf.WireTaskData]):
-    """A question, of whose answer a text is known."""
+    """A question and the text of its answer."""
 
     @vf.reward  # type: ignore[untyped-decorator]  # a package without types
     async def is_right(self, trace: vf.Trace) -> float:

@@ -35,6 +35,13 @@ def qwen(tmp_path: Path) -> Path:
     return folder
 
 
+def test_a_tokenizer_without_a_chat_template_gets_the_plain_one(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (qwen / "tokenizer.json").write_text("{}")
+    assert run(["init", str(qwen)]) == 0 and 'data.chat_template = "plain"' in capsys.readouterr().out
+    (qwen / "chat_template.jinja").write_text("{{ messages }}")
+    assert run(["init", str(qwen)]) == 0 and "data.chat_template" not in capsys.readouterr().out
+
+
 @pytest.mark.full
 def test_the_answer_is_one_line_and_its_command_passes_the_checks(
     qwen: Path, capsys: pytest.CaptureFixture[str]
