@@ -12,6 +12,17 @@ BLOCK = re.compile(r"(<!-- needs [^>]*-->\n)?^```(\w*)\n(.*?)^```", re.MULTILINE
 COMMAND = re.compile(r"(mcore-rl|torchrun|srun|make|python|mv) ")
 PLACEHOLDERS = re.compile(r"\b(HF_DIR|CKPT|CKPT_DIR|CONFIG\.toml|RUN)\b|\|| \[-| \.\.\.")
 
+GROUPS = (
+    ("README.md", "docs/README.md", "docs/install.md", "docs/first_run.md"),
+    ("docs/from_one_gpu_to_a_cluster.md", "docs/meshes.md"),
+    ("docs/concepts.md", "docs/replay.md", "docs/report.md", "docs/extending.md", "docs/logging.md"),
+    ("docs/models.md", "docs/real_model.md"),
+    ("docs/conversion.md",),
+    ("docs/gsm8k.md",),
+    ("docs/rlhf.md", "docs/rewards.md"),
+)
+"""Pages whose commands tests/docs runs, in the order in which they are read: a group shares a folder."""
+
 
 @dataclass(frozen=True, slots=True)
 class Command:

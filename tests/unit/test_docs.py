@@ -10,7 +10,7 @@ from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.cli.cli import parser_of, split_name
 from mcore_rl.config.load import kind_of
 from mcore_rl.config.recipes import config_file
-from tests.documented import PAGES, ROOT, commands
+from tests.documented import GROUPS, PAGES, ROOT, commands
 
 NEEDS_MORE = ("torchrun", "srun", "sbatch")
 FOLDERS = ("mcore_rl", "launch", "tools", "examples", "bench", "tests")
@@ -199,3 +199,11 @@ def test_the_way_to_read_one_step_is_short():
     assert len(names) == 7
     files = [ROOT / "mcore_rl" / name for name in names]
     assert sum(file.read_text(encoding="utf-8").count("\n") for file in files) <= 2100
+
+
+def test_every_page_with_commands_is_in_a_group() -> None:
+    shown = {command.page for page in PAGES for command in commands(page) if not command.is_marked}
+    assert shown == {page for group in GROUPS for page in group}
+    lanes = re.search(r"^lanes=\((.*)\)$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    jobs = lanes[1].replace('"', "").split()  # type: ignore[index]
+    assert {"lint", "test"} <= set(jobs)
