@@ -11,12 +11,10 @@ from torch import Tensor
 
 from mcore_rl.checks.tuning import check_dpo
 from mcore_rl.config.preferences import DPOConfig
-from mcore_rl.families import allows_te
-from mcore_rl.megatron import platform as platforms
 from mcore_rl.megatron.agree import on_rank_zero
 from mcore_rl.model.adapters import adapters_off
-from mcore_rl.programs.open_run import is_done, open_run, run_rank
-from mcore_rl.programs.preferences import data_metrics, describe_preferences, load_preferences
+from mcore_rl.programs.open_run import run_rank
+from mcore_rl.programs.preferences import PreferenceData, train_on_preferences
 from mcore_rl.rl.models.reference import Reference
 from mcore_rl.storage.checkpoint import saved_steps
 from mcore_rl.storage.checkpoints.read import inspect
@@ -24,7 +22,6 @@ from mcore_rl.storage.checkpoints.write import load_weights, refuse_other_adapte
 from mcore_rl.train import preferences
 from mcore_rl.train.loop import Run
 from mcore_rl.train.preference_losses import DPOHead
-from mcore_rl.workers.launcher import world_size_of_launcher
 
 GROUPS_AT_A_TIME = 64
 """Prompts per data-parallel rank in a pass of the reference."""
@@ -35,30 +32,15 @@ def main(argv: Sequence[str]) -> int:
     return run_rank(train, DPOConfig, argv)
 
 
-def train(config: DPOConfig) -> None:
-    """Collective over the ranks that a launcher started: train to the last step, or until a stop is asked for."""
-    # Everything that a user can get wrong comes first, before a model costs time.
-    config = platforms.decided(config)
-    check_dpo(config, world_size_of_launcher())
-    data = load_preferences(config)
-    platform = platforms.start(config.platform, allows_te=allows_te(config))
-    if not is_done(config, platform):
-        with open_run(config, platform) as run:
-            for line in describe_preferences(data):
-                run.log.message(line)
-            run.log.write_now(run.state.progress.step, data_metrics(data))
-            mesh = run.state.mesh
-            logprobs = preferences.AnswerLogprobHead(mesh, config.model.vocab_size, config.dpo.logprob_chunk_tokens)
-            sources = [data.train] if data.valid is None else [data.train, data.valid]
-            if config.dpo.uses_reference:
-                sources = with_reference(config, run, sources, logprobs)
-            preferences.PreferenceTrainer(
-                run,
-                DPOHead(logprobs, mesh, config.dpo),
-                train=sources[0],
-                valid=sources[1] if len(sources) > 1 else None,
-            ).run()
-    platforms.stop()
+def trainer_of(config: DPOConfig, run: Run, data: PreferenceData) -> preferences.PreferenceTrainer:
+    """Collective over the world: return the trainer, once the reference's logprobs are there."""
+    mesh = run.state.mesh
+    logprobs = preferences.AnswerLogprobHead(mesh, config.model.vocab_size, config.dpo.logprob_chunk_tokens)
+    sources = [data.train] if data.valid is None else [data.train, data.valid]
+    if config.dpo.uses_reference:
+        sources = with_reference(config, run, sources, logprobs)
+    head = DPOHead(logprobs, mesh, config.dpo)
+    return preferences.PreferenceTrainer(run, head, train=sources[0], valid=sources[1] if len(sources) > 1 else None)
 
 
 def with_reference(
@@ -128,6 +110,9 @@ def _computed(
     )
     return logprobs
 
+
+train = partial(train_on_preferences, check=check_dpo, trainer=trainer_of)
+"""Collective over the ranks that a launcher started: train to a config's last step, or until a stop is asked for."""
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

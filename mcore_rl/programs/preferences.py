@@ -1,7 +1,9 @@
-"""Preferences of the programs that train on them: read, described, measured."""
+"""The program of both trainings on preferences, DPO and reward models: its data, read and described, and its run."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import numpy
 
@@ -10,9 +12,16 @@ from mcore_rl.data.chat import load_chat
 from mcore_rl.data.packing import refuse_empty_sources
 from mcore_rl.data.preferences import Preferences, read_preferences
 from mcore_rl.data.records import SHOWN, shapes_among, warnings_among
+from mcore_rl.families import allows_te
+from mcore_rl.megatron import platform as platforms
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.programs.inputs import load_matching_tokenizer
-from mcore_rl.train.preferences import PreferenceSource, packing_limits
+from mcore_rl.programs.open_run import is_done, open_run
+from mcore_rl.train.loop import Run
+from mcore_rl.train.preferences import PreferenceSource, PreferenceTrainer, packing_limits
+from mcore_rl.workers.launcher import world_size_of_launcher
+
+C = TypeVar("C", bound=PreferenceRunConfig)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +31,24 @@ class PreferenceData:
     train: PreferenceSource
     valid: PreferenceSource | None
     """None without evaluations."""
+
+
+def train_on_preferences(
+    config: C, check: Callable[[C, int], None], trainer: Callable[[C, Run, PreferenceData], PreferenceTrainer]
+) -> None:
+    """Collective over the ranks that a launcher started: train to the last step, or until a stop is asked for."""
+    # Everything that a user can get wrong comes first, before a model costs time.
+    config = platforms.decided(config)
+    check(config, world_size_of_launcher())
+    data = load_preferences(config)
+    platform = platforms.start(config.platform, allows_te=allows_te(config))
+    if not is_done(config, platform):
+        with open_run(config, platform) as run:
+            for line in describe_preferences(data):
+                run.log.message(line)
+            run.log.write_now(run.state.progress.step, data_metrics(data))
+            trainer(config, run, data).run()
+    platforms.stop()
 
 
 def load_preferences(config: PreferenceRunConfig) -> PreferenceData:

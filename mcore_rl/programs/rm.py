@@ -2,15 +2,14 @@
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from mcore_rl.checks.tuning import check_rm
 from mcore_rl.config.preferences import RewardModelConfig
-from mcore_rl.families import allows_te
-from mcore_rl.megatron import platform as platforms
-from mcore_rl.programs.open_run import is_done, open_run, run_rank
-from mcore_rl.programs.preferences import data_metrics, describe_preferences, load_preferences
+from mcore_rl.programs.open_run import run_rank
+from mcore_rl.programs.preferences import PreferenceData, train_on_preferences
+from mcore_rl.train.loop import Run
 from mcore_rl.train.reward_model import RewardModelTrainer, reward_head
-from mcore_rl.workers.launcher import world_size_of_launcher
 
 
 def main(argv: Sequence[str]) -> int:
@@ -18,22 +17,13 @@ def main(argv: Sequence[str]) -> int:
     return run_rank(train, RewardModelConfig, argv)
 
 
-def train(config: RewardModelConfig) -> None:
-    """Collective over the ranks that a launcher started: train to the last step, or until a stop is asked for."""
-    # Everything that a user can get wrong comes first, before a model costs time.
-    config = platforms.decided(config)
-    check_rm(config, world_size_of_launcher())
-    data = load_preferences(config)
-    platform = platforms.start(config.platform, allows_te=allows_te(config))
-    if not is_done(config, platform):
-        with open_run(config, platform) as run:
-            for line in describe_preferences(data):
-                run.log.message(line)
-            run.log.write_now(run.state.progress.step, data_metrics(data))
-            head = reward_head(run.state.mesh, config)
-            RewardModelTrainer(run, config, head, train=data.train, valid=data.valid).run()
-    platforms.stop()
+def trainer_of(config: RewardModelConfig, run: Run, data: PreferenceData) -> RewardModelTrainer:
+    """Return the trainer of a reward model, or of a process reward model where answers have labelled steps."""
+    return RewardModelTrainer(run, config, reward_head(run.state.mesh, config), train=data.train, valid=data.valid)
 
+
+train = partial(train_on_preferences, check=check_rm, trainer=trainer_of)
+"""Collective over the ranks that a launcher started: train to a config's last step, or until a stop is asked for."""
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
