@@ -12,10 +12,10 @@ class TokenizerConfig(Section):
     """The tokenizer that made the data."""
 
     kind: Literal["sentencepiece", "huggingface", "none"] = "none"
-    """`sentencepiece`: a .model file; `huggingface`: a folder with tokenizer.json or tiktoken.model; `none`: ids. If a
-    path comes without a kind, its ending decides."""
+    """Kind of tokenizer. `sentencepiece`: a .model file. `huggingface`: a folder with tokenizer.json or tiktoken.model.
+    `none`: none, the data are ids. If only `path` is set, its ending decides."""
     path: Text | None = None
-    """The .model file, or the folder with tokenizer.json or tiktoken.model; `none` with kind = "none"."""
+    """Path of the .model file or the folder; `none` with kind = "none"."""
 
     @model_validator(mode="before")
     @classmethod
@@ -30,23 +30,21 @@ class DataConfig(Section):
     """Megatron .bin/.idx datasets, blended by weight and cut into sequences."""
 
     train: tuple[str, ...] = ()
-    """Prefixes of .bin/.idx pairs to train on (without the ending)."""
+    """Prefixes (paths without the ending) of .bin/.idx pairs to train on."""
     train_weights: tuple[float, ...] = ()
-    """Weight of each prefix in the blend; an empty list: in proportion to their tokens."""
+    """Weight of each prefix in the blend; an empty list: proportional to their tokens."""
     valid: tuple[str, ...] = ()
-    """Prefixes of .bin/.idx pairs to evaluate on. If `valid` or `test` is given, `train` is not split; if neither is,
-    `split` divides it."""
+    """Prefixes of .bin/.idx pairs to evaluate on. If both `valid` and `test` are empty, `split` divides `train`."""
     test: tuple[str, ...] = ()
-    """Prefixes of .bin/.idx pairs for the test loss at the end; if empty while `valid` is given: no test loss."""
+    """Prefixes of .bin/.idx pairs for the test loss at the end; if only `test` is empty, there is no test loss."""
     split: tuple[float, float, float] = (98.0, 1.0, 1.0)
-    """Shares of the documents for train, valid and test, if `valid` and `test` are empty."""
+    """Shares of the documents of `train` for training, validation and test, if `valid` and `test` are empty."""
     seq_length: PositiveInt = 256
     """Tokens per training sequence."""
     shuffle: Literal["epoch", "whole"] = "epoch"
-    """Order of the sequences of each prefix. `epoch`: every epoch has each sequence once, in an order of its own that
-    does not depend on the number of epochs; `whole`: as in Megatron-LM, all epochs are shuffled together, so that a
-    sequence may repeat before all have been seen, and a run of more epochs has a different order from its first step
-    on."""
+    """Order of the sequences of each prefix. `epoch`: every epoch has each sequence once, in its own order, which does
+    not depend on the number of epochs. `whole`: as in Megatron-LM, all epochs are shuffled together: a sequence may
+    repeat before all have been seen, and the number of epochs changes the order from the first step on."""
     cache_dir: Text | Literal["auto"] = "auto"
-    """Folder of index caches; `auto`: `<run_dir>/index_cache`."""
+    """Folder for index caches; `auto`: `<run_dir>/index_cache`."""
     tokenizer: TokenizerConfig = TokenizerConfig()

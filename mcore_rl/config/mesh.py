@@ -10,48 +10,46 @@ from mcore_rl.config.section import Section
 
 
 class MeshConfig(Section):
-    """world = tp * pp * cp * dp for attention and dense layers, etp * ep * pp * expert_dp for the experts."""
+    """World of tp * pp * cp * dp ranks; for the experts the same ranks are etp * ep * pp * expert_dp."""
 
     tp: PositiveInt = 1
-    """Tensor-parallel ranks."""
+    """Tensor-parallel ranks: each holds a part of the attention and dense layers' weights."""
     pp: PositiveInt = 1
-    """Pipeline stages."""
+    """Pipeline stages: each holds a part of the layers."""
     vpp: PositiveInt = 1
-    """Model chunks per pipeline stage; more than 1 is the interleaved schedule."""
+    """Model chunks per pipeline stage; more than 1: the interleaved schedule, which has shorter bubbles."""
     ep: PositiveInt = 1
     """Expert-parallel ranks: each holds num_experts / ep experts."""
     etp: PositiveInt = 1
-    """Tensor-parallel ranks inside one expert."""
+    """Tensor-parallel ranks that share each expert."""
     cp: PositiveInt = 1
-    """Context-parallel ranks: each holds 1 / cp of every sequence, cut zig-zag."""
+    """Context-parallel ranks: each holds 1 / cp of every sequence, cut in zigzag order."""
     dp: PositiveInt | Literal["auto"] = 1
-    """Data-parallel ranks; `auto`: as many as the world size leaves."""
+    """Data-parallel ranks; `auto`: as many as the other dimensions leave of the world."""
     sequence_parallel: bool = True
-    """With tp > 1, norms and dropout work on 1 / tp of the sequence; required for a model with experts."""
+    """With tp > 1, each rank computes norms and dropout for 1 / tp of the sequence; required with experts."""
     first_stage_layers: PositiveInt | None = None
-    """Layers of the first pipeline stage; `none`: as many as each remaining stage has."""
+    """Number of layers of the first pipeline stage; `none`: an equal share."""
     last_stage_layers: PositiveInt | None = None
-    """Layers of the last pipeline stage; `none`: as many as each remaining stage has."""
+    """Number of layers of the last pipeline stage; `none`: an equal share."""
     pp_layout: tuple[NonNegativeInt, ...] | Literal["balanced"] | None = None
-    """Layers of each of the pp * vpp model chunks, in the model's order, which goes round by round: chunk c of stage s
-    is entry c * pp + s. The last chunk, which has the output and the multi-token-prediction layers, may have none.
-    `balanced`: embedding, output and each multi-token-prediction layer count as a layer, and chunks are as equal as
-    possible; `none`: stages of equal chunks, except as first_stage_layers and last_stage_layers say."""
+    """Number of layers of each of the pp * vpp model chunks, in the order of the model: entry c * pp + s is chunk c of
+    stage s. The last chunk, which has the output and the multi-token-prediction layers, may have none. `balanced`:
+    chunks as equal as possible, where embedding, output and each multi-token-prediction layer count as a layer. `none`:
+    stages of equal chunks, except for first_stage_layers and last_stage_layers."""
     overlap_p2p: bool = True
-    """With vpp > 1, send pipeline messages during the computation; required for vpp > 1 with pp = 2."""
+    """With vpp > 1, send pipeline messages during computation; required for vpp > 1 with pp = 2."""
     overlap_grad_reduce: bool | Literal["auto"] = "auto"
-    """Reduce gradients during the backward pass; `auto`: on GPUs, if weights have copies on other ranks, except in
-    reinforcement learning with pp > 1 and a model with multi-token-prediction layers."""
+    """Reduce gradients during the backward pass. `auto`: on GPUs, if other ranks hold copies of the weights, except in
+    RL with pp > 1 and multi-token-prediction layers."""
     overlap_param_gather: bool | Literal["auto"] = "auto"
-    """Gather updated parameters during the next forward pass, which needs overlap_grad_reduce; `auto`: on GPUs with
-    overlap_grad_reduce."""
+    """Gather updated parameters during the next forward pass; needs overlap_grad_reduce. `auto`: on GPUs with it."""
     overlap_shared_experts: bool = False
     """Compute shared experts while tokens travel to the routed experts and back; needs ep or etp > 1."""
 
     overlap_tp: bool = False
-    """Overlap the messages of tensor parallelism with the matrix products next to them, in TransformerEngine's user
-    buffers. Messages have a single shape for the whole run, so that this is for pretraining and fine-tuning only. Needs
-    CUDA and tp > 1."""
+    """Overlap tensor-parallel messages with the matrix products next to them, in TransformerEngine's user buffers. Only
+    for pretraining and fine-tuning, because all messages of a run must have the same shape. Needs CUDA and tp > 1."""
 
     @cached_property
     def model_parallel(self) -> int:

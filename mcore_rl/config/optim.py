@@ -21,23 +21,23 @@ class LoraConfig(Section):
     """Low-rank adapters: each target matrix W becomes W + scale * B A, and only A and B are trained."""
 
     rank: Rank | None = None
-    """Rows of A and columns of B; `none`: no adapters, the whole model is trained."""
+    """Rank of the adapters (rows of A, columns of B); `none`: no adapters, all weights are trained."""
     alpha: PositiveFloat = 32.0
-    """The scale is `alpha` divided by the rank of the adapter."""
+    """Numerator of the scale: `alpha` / rank of the adapter."""
     rslora: bool = False
-    """The scale is `alpha` divided by the square root of the rank (arXiv 2312.03732)."""
+    """Divide `alpha` by the square root of the rank instead of the rank (arXiv 2312.03732)."""
     targets: tuple[Target, ...] | Literal["auto"] = "auto"
     """Modules that get adapters: the projections of `attention`, the `mlp` of dense layers, `shared_experts`, and the
-    routed `experts`, with separate adapters for each expert; `auto`: all that the model has."""
+    routed `experts`, each expert with its own. `auto`: all of these that the model has."""
     expert_rank: Rank | Literal["auto"] = "auto"
-    """Rank in each routed expert; `auto`: `rank` divided by the number of experts per token, at least 1."""
+    """Rank of the adapters of routed experts; `auto`: `rank` / experts per token, at least 1."""
     expert_gate_up: Literal["fused", "split"] = "fused"
-    """Gate and up-projection of a routed expert share a single A (`fused`, as PEFT's `target_parameters`), or each has
-    its own (`split`, as PEFT's modules for each expert)."""
+    """A of a routed expert's gate and up-projection. `fused`: both share one A, as with PEFT's `target_parameters`.
+    `split`: each has its own, as with PEFT's modules for each expert."""
 
     load: Text | None = None
-    """Folder, in the format of the peft library, with adapters to start from, which must have these targets, ranks and
-    scales; `none`: new adapters, or the adapters in `checkpoint.load`."""
+    """Folder with adapters to start from, in the format of the peft library. Its targets, ranks and scales must be
+    those of this section; `none`: new adapters, or those in `checkpoint.load`."""
 
     def targets_in(self, model: ModelConfig) -> tuple[Target, ...]:
         """Return the modules of `model` that get adapters."""
@@ -115,73 +115,74 @@ class MuonConfig(Section):
     momentum: Probability = 0.95
     """Decay of the running mean of the gradient."""
     nesterov: bool = True
-    """Make the gradient orthogonal after moving it towards its running mean by `momentum`, instead of the mean."""
+    """Orthogonalize a mix of the gradient and its running mean (Nesterov), instead of the running mean alone."""
     num_ns_steps: PositiveInt = 5
-    """Steps of the Newton-Schulz iteration."""
+    """Number of steps of the Newton-Schulz iteration."""
     coefficient_type: Literal["simple", "quintic", "polar_express", "cans", "aol", "deepseekv4"] = "quintic"
-    """Coefficients of the iteration."""
+    """Coefficients of the Newton-Schulz iteration."""
     scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
-    """Factor on the update of a matrix of m rows and n columns: sqrt(max(m, n)) for `spectral`, sqrt(m / n) for
-    `unit_rms_norm`, sqrt(max(1, m / n)) for `shape_scaling`."""
+    """Factor on the update of a matrix of m rows and n columns. `spectral`: sqrt(max(m, n)). `unit_rms_norm`: sqrt(m /
+    n). `shape_scaling`: sqrt(max(1, m / n))."""
     extra_scale_factor: PositiveFloat = 0.2
     """Further factor on the update; 0.2 with `spectral` makes updates as large as Adam's, so that its `lr` and
     `weight_decay` fit."""
     fp32_matmul_prec: Literal["highest", "high", "medium"] = "highest"
-    """Products of the iteration: fp32, TF32 where a GPU has it, or `medium`: bf16, which changes an update by 0.5 %."""
+    """Precision of the iteration's matrix products. `highest`: fp32. `high`: TF32 where a GPU has it. `medium`: bf16,
+    which changes an update by 0.5 %."""
     router: bool = False
-    """Update the routers' matrices by Muon too, instead of Adam."""
+    """Also update the routers' matrices with Muon, instead of Adam."""
 
 
 class OptimConfig(Section):
-    """Adam with decoupled weight decay (AdamW), in Megatron's distributed optimizer on every mesh; or Muon."""
+    """AdamW (Adam with decoupled weight decay) in Megatron's distributed optimizer, on every mesh; or Muon."""
 
     kind: Literal["adam", "muon"] = "adam"
-    """`muon`: matrices are updated by Muon (section `muon`), with weight decay, and the rest by Adam: embeddings,
-    output layer, routers, norms and biases. Every data-parallel rank has the whole state. Needs Python 3.12 with
-    Megatron-Core 0.19, and the package emerging-optimizers 0.3."""
+    """Optimizer. `muon`: Muon (section `muon`), with weight decay, for matrices, and Adam for embeddings, output layer,
+    routers, norms and biases. Every data-parallel rank then holds the whole state. Needs Python 3.12 with Megatron-Core
+    0.19 and the package emerging-optimizers 0.3."""
     lr: PositiveFloat = 3e-4
-    """Highest learning rate."""
+    """Peak learning rate, reached after the warm-up."""
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of the decay."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """Learning rate after the warm-up; `wsd`: constant, then a decay over `wsd_decay_steps` (arXiv 2404.06395)."""
+    """Learning rate after the warm-up. `wsd`: constant, then a decay over `wsd_decay_steps` (arXiv 2404.06395)."""
     warmup_steps: NonNegativeInt = 0
-    """Steps of linear warm-up: step 1 has lr / warmup_steps, step warmup_steps has lr."""
+    """Number of steps of linear warm-up: step 1 uses lr / warmup_steps, step warmup_steps uses lr; 0: no warm-up."""
     decay_steps: PositiveInt | Literal["auto"] = "auto"
     """Step at which the decay ends; `auto`: the run's last step."""
     wsd_decay_steps: PositiveInt | Literal["auto"] = "auto"
-    """Steps of the decay of `wsd`; `auto`: a tenth of the run."""
+    """Number of steps of the decay of `wsd`; `auto`: a tenth of the run."""
     wsd_shape: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
     """Shape of the decay of `wsd`."""
     beta1: Probability = 0.9
-    """Decay of the running mean of the gradient."""
+    """Decay of the running mean of the gradient, per step."""
     beta2: Probability = 0.95
-    """Decay of the running mean of the gradient's square."""
+    """Decay of the running mean of the squared gradient, per step."""
     eps: PositiveFloat = 1e-8
-    """Number added to the square root of the running mean of squares."""
+    """Number added to the square root of the running mean of squares, against division by zero."""
     weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay; it is not applied to vectors (norms, biases)."""
+    """Decoupled weight decay; vectors (norms, biases) have none."""
     decay_embeddings: bool = True
-    """Apply weight decay to the embedding and output matrices too."""
+    """Apply weight decay also to the embedding and output matrices."""
     decay_qk_norms: bool = False
-    """Apply weight decay to the query and key norms too."""
+    """Apply weight decay also to the norms of queries and keys."""
     clip_grad: PositiveFloat | None = 1.0
-    """Maximum global L2 norm of the gradient, to which larger gradients are scaled; `none`: no clipping."""
+    """Maximum global L2 norm of the gradient; a larger gradient is scaled down to it. `none`: no clipping."""
     offload_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Fraction of the optimizer's state (fp32 weights and moments) that is kept in main memory and updated by the CPU
-    (Megatron's hybrid optimizer): 16 bytes of main memory for each weight of a rank's share. Needs platform.precision =
-    "bf16"."""
+    """Fraction of the optimizer's state (fp32 weights and moments) that stays in main memory and is updated by the CPU
+    (Megatron's hybrid optimizer). It takes 16 bytes of main memory per weight of a rank's share. Needs
+    platform.precision = "bf16"."""
     offload_overlap: bool = True
-    """With `offload_fraction`, transfer gradients and weights while the CPU updates further weights."""
+    """With `offload_fraction`, transfer gradients and weights while the CPU updates other weights."""
     exp_avg_dtype: State = "fp32"
-    """Number format of the running mean of the gradient between steps (Megatron's precision-aware optimizer); a step
-    computes in fp32. bf16 needs platform.precision = "bf16"."""
+    """Number format of the running mean of the gradient between steps; a step computes in fp32 (Megatron's
+    precision-aware optimizer). bf16 needs platform.precision = "bf16"."""
     exp_avg_sq_dtype: State = "fp32"
-    """Number format of the running mean of squares, as `exp_avg_dtype`; bf16 has 8 bits of precision, so that changes
-    of a mean by less than 0.4 % are lost."""
+    """Number format of the running mean of squares, as `exp_avg_dtype`. bf16 has 8 bits of precision: changes of less
+    than 0.4 % are lost."""
     main_grads_dtype: State = "fp32"
-    """Number format in which gradients are summed over microbatches and ranks; bf16 halves their memory and messages,
-    and makes sums depend on the mesh in their third digit. bf16 needs platform.precision = "bf16"."""
+    """Number format in which gradients are summed over microbatches and ranks. bf16 halves their memory and messages,
+    but makes the third digit of sums depend on the mesh; it needs platform.precision = "bf16"."""
     muon: MuonConfig = MuonConfig()
 
     @cached_property

@@ -10,23 +10,23 @@ from mcore_rl.config.section import Section, Seed, Text
 
 
 class StudyConfig(Section):
-    """`mcore-rl study`: each arm is the base config with its own values for some fields, run once per seed."""
+    """`mcore-rl study`: each arm is the base config with some fields of its own, and runs once per seed."""
 
     base: Text | None = None
-    """RL config that all arms start from, relative to the folder in which the command is given; required."""
+    """RL config that all arms start from, relative to the folder in which you start the command; required."""
     run_dir: str = "runs/study"
-    """Folder of the runs, each in a folder of its own; a finished run is not repeated, and an interrupted run resumes
-    from its newest checkpoint (checkpoint.interval)."""
+    """Folder of the runs, each in a folder of its own. A finished run is not repeated; an interrupted run resumes from
+    its newest checkpoint (checkpoint.interval)."""
     seeds: tuple[Seed, ...] = (1234,)
-    """Values of train.seed, with a run of each arm for each: it decides prompts, their order, and sampling. The weights
-    come from checkpoint.load. All arms are run with the first seed before any with the second."""
+    """Values of train.seed; each arm runs once with each. The seed decides prompts, their order, and sampling; the
+    weights come from checkpoint.load. All arms run with the first seed before any runs with the second."""
     overrides: tuple[str, ...] = ()
-    """Fields for all arms, written as on the command line."""
+    """Fields of all arms, written as on the command line."""
     arms: dict[str, tuple[str, ...]] = Field(default_factory=dict)
-    """Name of each arm, with its own fields."""
+    """Name of each arm with its own fields, written as on the command line."""
     budget_minutes: PositiveFloat | None = None
     """Minutes after which the study stops: the current run finishes its rollout batch and saves, and the same command
-    resumes it; `none`: no limit."""
+    resumes it. `none`: no limit."""
     collapse_below: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """A run has collapsed if the mean reward of its last fifth is below this fraction of its best fifth's."""
 
@@ -35,16 +35,16 @@ STAGES = ("pretrain", "sft", "rm", "dpo", "convert", "rl")
 
 
 class TrainingStage(Section):
-    """A training; left out if `config` is none."""
+    """A training; without `config` the pipeline leaves it out."""
 
     config: Text | None = None
-    """Config file of the training."""
+    """Config file of the training; `none`: the pipeline leaves it out."""
     fields: tuple[str, ...] = ()
     """Fields that override the config file, such as "checkpoint.load=runs/pretrain"."""
     nodes: PositiveInt = 1
-    """Nodes of the job."""
+    """Number of nodes of the job."""
     time: Text | None = None
-    """Time limit of one attempt; `none`: the cluster's."""
+    """Time limit of one attempt, as slurm.time; `none`: the cluster's."""
 
     @cached_property
     def is_given(self) -> bool:
@@ -58,9 +58,9 @@ class ConversionStage(Section):
     arguments: tuple[str, ...] = ()
     """Arguments of `mcore-rl convert`, such as ["export", "runs/sft", "out/model", "--workers", "8"]."""
     gpus: NonNegativeInt = 0
-    """GPUs to request, if a partition has no nodes without GPUs; the conversion uses none."""
+    """GPUs to request, for partitions without CPU nodes; the conversion uses none."""
     time: str = "04:00:00"
-    """Time limit of the job."""
+    """Time limit of the job, as slurm.time."""
 
     @cached_property
     def is_given(self) -> bool:
@@ -69,10 +69,10 @@ class ConversionStage(Section):
 
 
 class PipelineConfig(Section):
-    """`mcore-rl launch PIPELINE.toml`: runs the stages that are given, in the order below."""
+    """`mcore-rl launch PIPELINE.toml`: runs its stages in the order below."""
 
     name: str = "pipeline"
-    """Prefix of the job names, followed by their stage: pipeline-sft."""
+    """Prefix of the job names, which end in the stage: pipeline-sft."""
     run_dir: str = "runs/pipeline"
     """Folder for the logs of the conversion job; trainings have their own run_dir."""
     pretrain: TrainingStage = TrainingStage()

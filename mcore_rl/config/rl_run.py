@@ -51,7 +51,7 @@ class RlConfig(Section):
     eval: EvalConfig = EvalConfig()
     samples: SamplesConfig = SamplesConfig()
     freeze_router: bool = False
-    """Do not train the routers: their weights, and the biases on the choice of experts, do not change."""
+    """Do not train the routers: neither their weights nor the biases on the choice of experts change."""
 
     @cached_property
     def deciding_parts(self) -> frozenset[str]:
@@ -93,16 +93,14 @@ class RlDataConfig(Section):
     """The chat template and the tokenizer that turn prompts into tokens."""
 
     chat_template: str = "tokenizer"
-    """Template that renders a prompt as text; `tokenizer`: the template in the tokenizer's folder; `plain`: "role:"
-    above each turn; `raw`: the prompt's text as it is; anything else: a file with a jinja template. Use the template of
-    the fine-tuning."""
+    """Template that renders a prompt as text; use that of the fine-tuning. `tokenizer`: the tokenizer's own. `plain`:
+    "role:" above each turn. `raw`: the prompt's text as it is. Anything else: a file with a jinja template."""
     tokenizer: TokenizerConfig = TokenizerConfig()
 
 
 class RlRunConfig(RunConfig):
-    """`mcore-rl rl`. Steps are optimizer steps in RL too: a rollout batch takes `updates_per_rollout` of them.
-
-    With rl.engine.kind="native" the policy generates and trains on the same layers, so platform.layers="auto" does not
+    """`mcore-rl rl`. Steps are optimizer steps in RL too: a rollout batch takes `updates_per_rollout` of them. If
+    rl.engine.kind="native", the policy generates and trains on the same layers, so platform.layers="auto" does not
     choose TransformerEngine; with servers it chooses as in pretraining.
     """
 

@@ -25,55 +25,56 @@ class PlatformConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the tensors; `auto`: CUDA if there is a GPU, else the CPU."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """Number format of weights and activations; gradients and optimizer state are fp32 with both. `auto`: bf16 on GPUs,
-    fp32 on CPUs; a run that resumes keeps the format it began with."""
+    """Number format of weights and activations. Gradients and optimizer state have their own (`optim`), fp32 by
+    default. `auto`: bf16 on GPUs, fp32 on CPUs. A run that resumes keeps the format it began with."""
     layers: Literal["auto", "te", "torch", "cpu"] = "auto"
-    """Implementation of the layers; `te`: TransformerEngine's; `torch`: this package's, of torch's functions, on GPUs
-    and CPUs; `cpu`: the same compiled for a CPU, in fp32, from C++ files that the first run builds in the user's cache.
-    `auto`: on a GPU `te` if it is installed, in RL only with servers for rollouts; on a CPU `cpu` if there is a
-    compiler, each rank has one thread and the precision is fp32; else `torch`. A run that resumes keeps the layers it
-    began with."""
+    """Implementation of the layers. `te`: TransformerEngine. `torch`: plain PyTorch, the same code on GPUs and CPUs.
+    `cpu`: the same layers compiled for a CPU, fp32 only; the first run builds them from C++ files in the user's cache.
+    `auto`: on a GPU `te` if it is installed, without `lora` and, in RL, with servers for rollouts; on a CPU `cpu` if
+    there is a compiler, each rank has one thread and the precision is fp32; else `torch`. A run that resumes keeps the
+    layers it began with."""
     fp8: Literal["none", "hybrid", "e4m3"] = "none"
-    """Format of 8-bit matrix products; needs layers = "te"."""
+    """Format of 8-bit matrix products; `none`: there are none. Needs layers = "te"."""
     fp8_recipe: Literal["auto", "delayed", "tensorwise", "blockwise", "mxfp8"] = "auto"
-    """Scaling factors of `fp8`: a factor for each tensor, from earlier steps (`delayed`) or from the tensor itself
-    (`tensorwise`), or a factor for each block (`blockwise`, `mxfp8`); `auto`: `mxfp8` on Blackwell, `blockwise` on
-    Hopper, else `tensorwise`."""
+    """Scaling factors of `fp8`. `delayed`: a factor per tensor, from earlier steps. `tensorwise`: a factor per tensor,
+    from its values. `blockwise`, `mxfp8`: a factor per block. `auto`: `mxfp8` on Blackwell, `blockwise` on Hopper, else
+    `tensorwise`."""
     permute_fusion: bool | Literal["auto"] = "auto"
-    """Sort tokens by expert in a single kernel of TransformerEngine; `auto`: if it is installed and layers are `te`."""
+    """Sort tokens by expert in a single TransformerEngine kernel; `auto`: if it is installed and `layers` is `te`."""
     router_fusion: bool | Literal["auto"] = "auto"
-    """Compute the router's choice in a single kernel of TransformerEngine; `auto`: as `permute_fusion`, but never in
-    RL, which records and imposes choices."""
+    """Compute the routers' choices in a single TransformerEngine kernel; `auto`: as for `permute_fusion`, but never in
+    RL, which records and imposes the choices."""
     cross_entropy_fusion: Literal["auto", "none", "native", "te"] = "auto"
-    """Kernel of the cross entropy in pretraining and fine-tuning; `native`: Megatron's, which rounds the gradient of
-    the logits to bf16; `te`: TransformerEngine's, which Megatron calls unstable; `auto`: `native` with bf16 and layers
-    `te`. Logits in chunks (`logits_chunk_tokens`) do not use it."""
+    """Kernel of the cross entropy in pretraining and fine-tuning. `native`: Megatron's, which rounds the gradient of
+    the logits to bf16. `te`: TransformerEngine's, which Megatron calls unstable. `none`: unfused. `auto`: `native` with
+    bf16 and layers `te`, else `none`. Logits in chunks (`logits_chunk_tokens`) do not use it."""
     weight_gradient_fusion: bool | Literal["auto"] = "auto"
-    """Let matrix products add weight gradients to the fp32 buffer themselves; needs apex; `auto`: if it is installed
-    and layers are `te`."""
+    """Let matrix products add weight gradients directly to the fp32 buffer. `auto`: if apex, which it needs, is
+    installed, and `layers` is `te`."""
     deterministic: bool = False
-    """Refuse or replace algorithms with results that depend on timing."""
+    """Replace algorithms whose results depend on timing, or refuse those that have no replacement."""
     batch_invariant: bool = False
-    """Use products and attention for which the result of a token does not depend on the rest of its batch, so that the
-    native rollout engine and the trainer agree bit for bit; slow. On a GPU it needs the package batch_invariant_ops."""
+    """Compute each token independently of the rest of its batch, so that the native rollout engine and the trainer
+    agree bit for bit. This is slow. On a GPU it needs `deterministic` and the package batch_invariant_ops."""
     bf16_products: bool = False
-    """With layers `cpu`, round the operands of the products in linear layers and experts to bf16; sums, weights and
-    everything else stay in fp32, and routers are not rounded; faster on processors that multiply bf16."""
+    """With layers `cpu`, round the operands of matrix products in linear layers and experts to bf16. Sums, weights,
+    routers and everything else stay in fp32. This is faster on processors that multiply bf16."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations that the backward pass computes again instead of keeping them; `selective`: the modules in
-    `recompute_modules`; `full`: all between every `recompute_layers` layers."""
+    """Activations that the backward pass recomputes, which saves memory and takes time. `none`: all are kept.
+    `selective`: those of the modules in `recompute_modules`. `full`: all, except those kept every `recompute_layers`
+    layers."""
     recompute_modules: tuple[
         Literal["core_attn", "moe", "moe_act", "layernorm", "mla_up_proj", "mlp", "shared_experts"], ...
     ] = ("core_attn",)
-    """Parts of a layer that `selective` recomputes."""
+    """Modules of a layer that `selective` recomputes."""
     recompute_layers: PositiveInt = 1
-    """Layers between two activations that `full` keeps."""
+    """Number of layers between two activations that `full` keeps."""
     logits_chunk_tokens: PositiveInt | Literal["auto"] | None = "auto"
-    """Number of positions for which a loss, or a pass for logprobs, has logits in memory at a time; the backward pass
-    computes them again. `auto`: all if they take at most 2 GiB in fp32 on a rank, else as many as take half a GiB;
-    `none`: always all."""
+    """Number of positions whose logits a loss, or a pass for logprobs, has in memory at a time; the backward pass
+    recomputes them. `auto`: all positions if their logits take at most 2 GiB in fp32 on a rank, else as many as take
+    half a GiB. `none`: always all positions."""
     timeout_s: Seconds = 600.0
-    """Seconds that a collective of any group may wait; a longer wait ends the run."""
+    """Seconds that a collective may wait for other ranks; a longer wait ends the run."""
 
     def decided(self, *, is_cuda: bool) -> Self:
         """Return the section with a `precision` other than "auto", for ranks on GPUs or on CPUs. Until it is decided,
@@ -109,35 +110,36 @@ class TrainConfig(Section):
     """Steps, batches and evaluation."""
 
     steps: PositiveInt = 100
-    """Optimizer steps of the whole run."""
+    """Number of optimizer steps of the whole run."""
     global_batch: PositiveInt = 8
-    """Sequences per optimizer step, over all ranks."""
+    """Sequences per optimizer step, over all ranks; in RL completions, in trainings on preferences pairs."""
     micro_batch: PositiveInt = 1
     """Sequences per forward pass on a rank."""
     ramp_start: PositiveInt | None = None
-    """Sequences per step at the start of a growing batch; `none` (also in the next two): it does not grow."""
+    """Sequences per step at the start of a batch-size ramp; `none` (also in the next two fields): no ramp."""
     ramp_increment: PositiveInt | None = None
-    """Sequences by which the batch grows at a time."""
+    """Number of sequences that the ramp adds to the batch at a time."""
     ramp_samples: PositiveInt | None = None
-    """Sequences trained on until the batch has reached `global_batch`."""
+    """Number of sequences trained on before the batch reaches `global_batch`."""
     seed: Seed = 1234
     """Seed of the initial weights, the order of the data, and dropout."""
     eval_interval: PositiveInt | None = None
     """Steps between evaluations; `none`: only at the end."""
     eval_batches: PositiveInt | None = 4
-    """Batches of `global_batch` sequences per evaluation; `none`: no evaluation."""
+    """Number of batches of `global_batch` sequences per evaluation; `none`: no evaluation."""
     gc_interval: PositiveInt | Literal["auto"] | None = "auto"
-    """Units of work (in RL: rollout batches with their updates) between two collections of Python's garbage, which all
-    ranks then do at the same time, and before evaluations and checkpoints, rather than at any time; `auto`: on GPUs
-    with several ranks 100, in RL 1, else `none`; `none`: whenever Python decides."""
+    """Units of work (in RL: rollout batches with their updates) between two garbage collections of Python. All ranks
+    collect at the same time, also before evaluations and checkpoints. `auto`: 100 on GPUs with several ranks (1 in RL),
+    else `none`. `none`: Python collects when it decides."""
     max_skipped: NonNegativeInt = 10
     """Maximum number of consecutive steps skipped for a loss or gradient that is not finite; one more ends the run."""
     hang_s: Seconds | Literal["auto"] | None = "auto"
-    """Seconds that a step (in RL: a rollout batch and its updates) may take. A run that takes longer hangs: it is
-    ended, to resume from its last checkpoint; `auto`: ten times the longest step of this start, at least 300 s, and
-    `hang_start_s` for the first two steps, with servers never less than these may take; `none`: no limit."""
+    """Seconds that a step (in RL: a rollout batch and its updates) may take. A run that takes longer counts as hung and
+    is ended, so that it can resume from its last checkpoint. `auto`: ten times the longest step of this start, at least
+    300 s, and `hang_start_s` for the first two steps; with servers, at least as long as their time limits. `none`: no
+    limit."""
     hang_start_s: Seconds | None = 1800.0
-    """Seconds that a start may take: set-up, loading the checkpoint, reading the data; `none`: no limit."""
+    """Seconds that a start may take: setup, loading the checkpoint, reading the data; `none`: no limit."""
     hang_save_s: Seconds | None = 1800.0
     """Seconds that a save or an evaluation may take; `none`: no limit."""
 
@@ -146,59 +148,60 @@ class CheckpointConfig(Section):
     """Saving and resuming."""
 
     interval: PositiveInt | None = None
-    """Steps between checkpoints; `none`: only at the end and on a stop request."""
+    """Steps between checkpoints; `none`: only at the end and when the run is asked to stop."""
     keep: PositiveInt | Literal["all"] = 2
-    """Number of newest complete checkpoints to keep; older checkpoints are deleted; `all`: none is deleted."""
+    """Number of newest complete checkpoints to keep; older checkpoints are deleted. `all`: none is deleted."""
     asynchronous: bool = True
     """Write checkpoints in a background process while training continues."""
     load: Text | None = None
-    """Checkpoint, or folder of checkpoints, to start from if the run has none of its own; `none`: random weights."""
+    """Checkpoint, or folder of checkpoints, to start from; a run that has checkpoints of its own resumes from them
+    instead. `none`: the weights of `model.path`, or random weights without it."""
     weights: Literal["all", "adapters"] = "all"
-    """Weights in each checkpoint; `adapters`: only low-rank adapters and a scalar head; the frozen base weights are
-    read from `load` whenever such a checkpoint is read."""
+    """Weights in each checkpoint. `adapters`: only low-rank adapters and a scalar head; whoever reads such a checkpoint
+    also needs the frozen base weights in `load`."""
     load_optimizer: bool = True
-    """Also load optimizer, schedule and data position from `load`, if the same program wrote it; false: only the
-    weights. From another program's checkpoint (RL from SFT) only the weights are loaded, and steps begin at 0."""
+    """Also load optimizer, schedule and data position from `load`; false: only the weights. From a checkpoint of
+    another program (as in RL after SFT) only the weights are loaded, and steps begin at 0."""
     on_damaged: Literal["stop", "previous"] = "stop"
-    """Reaction to a damaged newest checkpoint of the run; `stop`: the run ends; `previous`: resume from the newest
-    intact checkpoint before it, and rename the damaged checkpoint, with a warning. Jobs of `mcore-rl launch` use
-    `previous` unless the config sets the field."""
+    """Reaction if the newest checkpoint of the run is damaged. `stop`: the run ends. `previous`: the run renames it,
+    warns, and resumes from the newest intact checkpoint before it. `mcore-rl launch` uses `previous` unless the config
+    sets the field."""
     allow_changes: tuple[Text, ...] = ()
-    """Fields or sections in which a resume accepts changes of values, or of the content of files, that decide which
-    data a step reads, or the random numbers, such as ["train.seed", "data"]; also fields or sections in which any start
-    or resume accepts changes with which the loaded weights compute something else, such as ["model.rope.theta"]. All
-    other changes are accepted and logged."""
+    """Fields or sections in which changes are accepted that would otherwise be refused. On a resume: changes of values
+    or file contents that decide which data a step reads or its random numbers, such as ["train.seed", "data"]. On any
+    start: changes that make the loaded weights compute something else, such as ["model.rope.theta"]. All other changes
+    are accepted anyway, and logged."""
     verify_checksums: bool = True
-    """Compare a checkpoint with its checksums before it is loaded, on all ranks together; false: do not check it."""
+    """Compare a checkpoint with its checksums before loading it; the ranks share the work. false: do not check it."""
 
 
 class LogConfig(Section):
     """Metrics, events and samples of a run: where they are written, and how often."""
 
     interval: PositiveInt = 1
-    """Steps between two log lines; each covers all steps since the previous line."""
+    """Steps between log lines; each line covers all steps since the previous line."""
     console: Literal["quiet", "normal", "verbose"] = "normal"
-    """Lines of the log that the console shows too. `quiet` (-q): only warnings. `normal`: all except details of the
+    """Lines of the log that the console shows. `quiet` (-q): only warnings. `normal`: all except details of the
     machine. `verbose` (-v): all."""
     matrix_interval: PositiveInt | None = 20
-    """Steps between two tables of the load by layer and expert in metrics.jsonl; `none`: no tables."""
+    """Steps between tables of the load by layer and expert in metrics.jsonl; `none`: no tables."""
     sinks: tuple[Literal["jsonl", "tensorboard", "wandb", "mlflow", "swanlab", "trackio"] | Extension, ...] = ("jsonl",)
     """Destinations of the metrics. `jsonl`: metrics.jsonl in `run_dir`, which is always written. `tensorboard`: events
     in `<run_dir>/tensorboard`. `wandb`, `mlflow`, `swanlab`, `trackio`: through their libraries, which read their own
     environment variables. `module:Class`: a class of your own."""
     project: Text = "mcore_rl"
-    """Project in wandb, swanlab and trackio, experiment in mlflow."""
+    """Project in wandb, swanlab and trackio; experiment in mlflow."""
     entity: Text | None = None
-    """Team or user in wandb, workspace in swanlab; `none`: the default of the account."""
+    """Team or user in wandb, workspace in swanlab; `none`: the account's default."""
     name: Text | None = None
-    """Name of the run in these services; `none`: the last part of `run_dir`."""
+    """Name of the run in the services of `sinks`; `none`: the last part of `run_dir`."""
     group: Text | None = None
-    """Group of runs, such as the seeds of an experiment; `none`: no group."""
+    """Name of a group of runs, such as the seeds of an experiment; `none`: no group."""
     tags: tuple[Text, ...] = ()
     """Tags of the run in wandb, mlflow and swanlab."""
     peak_tflops: PositiveFloat | Literal["auto"] = "auto"
-    """Dense peak of a rank's device in TFLOP/s, for MFU; `auto`: looked up by name for a known GPU, measured at the
-    start for another GPU; no MFU on CPUs, which other processes share."""
+    """Dense peak of a rank's device in TFLOP/s, from which MFU is computed. `auto`: looked up by name for a known GPU,
+    measured at the start for another GPU; no MFU on CPUs, which other processes share."""
 
 
 class RunConfig(Section):

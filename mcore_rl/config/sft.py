@@ -48,46 +48,45 @@ def evaluation_conditions(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class SFTDataConfig(Section):
-    """Conversations as JSON lines, shuffled by train.seed and packed into sequences, where they do not attend to each
-    other.
+    """Conversations as JSON lines, shuffled by train.seed. They are packed into sequences, in which they do not attend
+    to each other.
     """
 
     train: tuple[str, ...] = ()
-    """Data to train on: JSON lines, a JSON list or CSV (also .gz, .bz2, .xz, .zst), .parquet, or folders of
-    them, one conversation per line, entry or row, or datasets of the Hugging Face hub as hub:NAME#CONFIG:SPLIT."""
+    """Data to train on: JSON lines, a JSON list or CSV (also .gz, .bz2, .xz, .zst), .parquet, or folders of such files,
+    with one conversation per line, entry or row; or hub:NAME#CONFIG:SPLIT for a dataset of the Hugging Face hub."""
     train_weights: tuple[float, ...] = ()
-    """Weight of each entry of `train` in the mixture, in conversations: with [3, 1], three of four conversations are
-    from the first. An entry that has been read starts again in a new order. An empty list: every conversation once per
+    """Weight of each entry of `train` in the mixture: with [3, 1], three of four conversations come from the first. An
+    entry that has been read completely starts again, in a new order. An empty list: every conversation once per
     epoch."""
     valid: tuple[str, ...] = ()
     """Data to evaluate on, in the same forms; an empty list: no evaluation."""
     format: Literal["auto", "chat", "prompt_response"] = "auto"
-    """Form of a line; `chat`: {"messages": [{"role", "content"}, ...]}; `prompt_response`: {"prompt", "response"}, a
-    chat of two turns; `auto`: by the keys of each line, which may also be the keys of ShareGPT, TRL, alpaca or dolly,
-    or question and answer."""
+    """Form of a line. `chat`: {"messages": [{"role", "content"}, ...]}. `prompt_response`: {"prompt", "response"}, a
+    chat of two turns. `auto`: detected from the keys of each line, including those of ShareGPT, TRL, alpaca, dolly, and
+    question and answer."""
     messages_field: Text = "messages"
-    """Field of a line with the turns of a chat, a list of {"role", "content"}."""
+    """Field of a line that holds the turns of a chat: a list of {"role", "content"}."""
     prompt_field: Text = "prompt"
-    """Field of a line with the prompt, in lines of prompt and response."""
+    """Field of a line that holds the prompt, in lines of prompt and response."""
     response_field: Text = "response"
-    """Field of a line with the response."""
+    """Field of a line that holds the response."""
     prompt_template: Text | None = None
-    """Template of the prompt, in which {name} is a field of the line ({{name}} is the text {name}), such as "Question:
-    {question}"; `none`: the prompt is `prompt_field`."""
+    """Template of the prompt, such as "Question: {question}": {name} stands for a field of the line, {{name}} for the
+    text {name}; `none`: the prompt is `prompt_field`."""
     max_bad: NonNegativeInt | None = 0
-    """Number of lines that may be invalid: they are left out, counted, and logged with file and line. With more, the
-    run ends before it starts; `none`: any number."""
+    """Maximum number of invalid lines: each is left out, counted, and logged with file and line. With more, the run
+    ends before it starts. `none`: any number."""
     chat_template: str = "tokenizer"
-    """Template that renders a conversation as text; `tokenizer`: the template in the tokenizer's folder; `plain`:
-    "role:" above each turn; `raw`: the turns end to end with nothing between; anything else: a file with a jinja
-    template."""
+    """Template that renders a conversation as text. `tokenizer`: the tokenizer's own. `plain`: "role:" above each turn.
+    `raw`: the turns end to end with nothing between. Anything else: a file with a jinja template."""
     seq_length: PositiveInt = 1024
-    """Tokens per packed sequence, into which whole conversations are packed."""
+    """Tokens per packed sequence, which holds whole conversations."""
     too_long: Literal["error", "skip"] = "error"
-    """Treatment of a conversation longer than `seq_length`; `error`: the run ends before it starts; `skip`: the
+    """Treatment of a conversation longer than `seq_length`. `error`: the run ends before it starts. `skip`: the
     conversation is left out and counted."""
     pack_buffer: PositiveInt = 1024
-    """Number of conversations that are packed at a time: more leave fewer gaps, fewer mix better."""
+    """Number of conversations packed at a time: more of them leave fewer gaps, fewer of them mix better."""
     tokenizer: TokenizerConfig = TokenizerConfig()
 
 
