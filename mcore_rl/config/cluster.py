@@ -16,7 +16,7 @@ class SlurmConfig(Section):
     account: Text | None = None
     """Account that is charged for the job."""
     qos: Text | None = None
-    """Quality of service."""
+    """Quality of service, as sbatch's `--qos`."""
     constraint: Text | None = None
     """Features that the nodes must have."""
     time: str = "1-00:00:00"

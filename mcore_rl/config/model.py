@@ -152,9 +152,9 @@ class RopeConfig(Section):
     truncate: bool = True
     """Round the range of wavelengths that YaRN stretches partly (`beta_fast` to `beta_slow`) to whole indices."""
     beta_fast: PositiveFloat = 32.0
-    """Number of rotations above which YaRN leaves a wavelength unchanged."""
+    """Rotations within the original length above which YaRN leaves a wavelength unchanged."""
     beta_slow: PositiveFloat = 1.0
-    """Number of rotations below which YaRN stretches a wavelength fully."""
+    """Rotations within the original length below which YaRN stretches a wavelength fully."""
     mscale: NonNegativeFloat = 1.0
     """YaRN's temperature for the rotary part."""
     mscale_all_dim: NonNegativeFloat = 0.0

@@ -131,7 +131,7 @@ class DPOSection(Section):
     """Folder for the reference's logprobs; runs on the same data from the same checkpoint can share it. `auto`:
     `<run_dir>/reference_logprobs`."""
     logprob_chunk_tokens: PositiveInt = 1024
-    """Number of tokens with fp32 logits at a time; for deferred logits, `platform.logits_chunk_tokens` applies."""
+    """Number of tokens with fp32 logits at a time, unless logits come in chunks (`platform.logits_chunk_tokens`)."""
 
     @cached_property
     def uses_reference(self) -> bool:
@@ -151,7 +151,7 @@ class DPOSection(Section):
 
 
 class DPOConfig(PreferenceRunConfig):
-    """`mcore-rl dpo`."""
+    """The config of `mcore-rl dpo`."""
 
     run_dir: str = "runs/dpo"
     dpo: DPOSection = DPOSection()
@@ -178,7 +178,7 @@ class RewardModelSection(Section):
 
 
 class RewardModelConfig(PreferenceRunConfig):
-    """`mcore-rl rm`."""
+    """The config of `mcore-rl rm`."""
 
     run_dir: str = "runs/rm"
     rm: RewardModelSection = RewardModelSection()

@@ -99,9 +99,9 @@ class RlDataConfig(Section):
 
 
 class RlRunConfig(RunConfig):
-    """`mcore-rl rl`. Steps are optimizer steps in RL too: a rollout batch takes `updates_per_rollout` of them. If
-    rl.engine.kind="native", the policy generates and trains on the same layers, so platform.layers="auto" does not
-    choose TransformerEngine; with servers it chooses as in pretraining.
+    """The config of `mcore-rl rl`. Steps are optimizer steps in RL too: a rollout batch takes `updates_per_rollout` of
+    them. If rl.engine.kind="native", the policy generates and trains on the same layers, so platform.layers="auto" does
+    not choose TransformerEngine; with servers it chooses as in pretraining.
     """
 
     run_dir: str = "runs/rl"

@@ -114,7 +114,7 @@ class TrainConfig(Section):
     global_batch: PositiveInt = 8
     """Sequences per optimizer step, over all ranks; in RL completions, in trainings on preferences pairs."""
     micro_batch: PositiveInt = 1
-    """Sequences per forward pass on a rank."""
+    """Sequences per forward pass on a rank; RL has rl.update.max_tokens_per_microbatch instead."""
     ramp_start: PositiveInt | None = None
     """Sequences per step at the start of a batch-size ramp; `none` (also in the next two fields): no ramp."""
     ramp_increment: PositiveInt | None = None
@@ -122,9 +122,9 @@ class TrainConfig(Section):
     ramp_samples: PositiveInt | None = None
     """Number of sequences trained on before the batch reaches `global_batch`."""
     seed: Seed = 1234
-    """Seed of the initial weights, the order of the data, and dropout."""
+    """Seed of the initial weights, the order of the data, dropout and, in RL, sampling."""
     eval_interval: PositiveInt | None = None
-    """Steps between evaluations; `none`: only at the end."""
+    """Steps between evaluations; `none`: a single evaluation, at the end."""
     eval_batches: PositiveInt | None = 4
     """Number of batches of `global_batch` sequences per evaluation; `none`: no evaluation."""
     gc_interval: PositiveInt | Literal["auto"] | None = "auto"
@@ -278,7 +278,7 @@ class RunConfig(Section):
 
 
 class PretrainConfig(RunConfig):
-    """`mcore-rl pretrain`."""
+    """The config of `mcore-rl pretrain`."""
 
     run_dir: str = "runs/pretrain"
     data: DataConfig = DataConfig()

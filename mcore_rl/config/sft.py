@@ -91,7 +91,7 @@ class SFTDataConfig(Section):
 
 
 class SFTConfig(RunConfig):
-    """`mcore-rl sft`."""
+    """The config of `mcore-rl sft`."""
 
     run_dir: str = "runs/sft"
     data: SFTDataConfig = SFTDataConfig()

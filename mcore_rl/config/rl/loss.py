@@ -346,7 +346,7 @@ class LossConfig(Section):
     entropy_coeff: NonNegativeFloat = 0.0
     """Coefficient of the entropy bonus: the mean entropy of the next token over the whole vocabulary; 0: no bonus."""
     logprob_chunk_tokens: PositiveInt = 1024
-    """Number of tokens with fp32 logits at a time; for deferred logits, `platform.logits_chunk_tokens` applies."""
+    """Number of tokens with fp32 logits at a time, unless logits come in chunks (`platform.logits_chunk_tokens`)."""
 
     @cached_property
     def has_reference(self) -> bool:
@@ -426,7 +426,7 @@ class DualClipped(Clipped):
     """A loss that takes the minimum of a clipped and an unclipped term."""
 
     dual_clip: PositiveFloat | None = None
-    """Maximum ratio of completions with a negative advantage (1912.09729: 3); `none`: no limit."""
+    """Maximum ratio where the advantage is negative (1912.09729: 3); `none`: no limit."""
 
 
 class Corrected(LossConfig):

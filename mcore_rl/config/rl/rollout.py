@@ -149,7 +149,7 @@ class RewardConfig(Section):
     ends of steps. `http:URL` (`http://HOST:PORT/PATH`, or https): a reward server. `judge:FILE`: a language model on a
     server, asked with the template FILE."""
     weights: tuple[float, ...] = ()
-    """Weight of each part; an empty list: 1 for each."""
+    """Weight of each part; an empty list: each part has the weight 1."""
     correct: Text | None = "auto"
     """Part that decides which completions are correct: those for which it gives 1 or more. Its weight may be 0. `auto`:
     the first part that is a rule or a function. `none`: no part decides, and no accuracy is reported."""
