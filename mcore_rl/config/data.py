@@ -13,7 +13,7 @@ class TokenizerConfig(Section):
 
     kind: Literal["sentencepiece", "huggingface", "none"] = "none"
     """Kind of tokenizer. `sentencepiece`: a .model file. `huggingface`: a folder with tokenizer.json or tiktoken.model.
-    `none`: none, the data are ids. If only `path` is set, its ending decides."""
+    `none`: no tokenizer, the data are token ids. If only `path` is set, its ending decides."""
     path: Text | None = None
     """Path of the .model file or the folder; `none` with kind = "none"."""
 

@@ -43,7 +43,8 @@ class MeshConfig(Section):
     """Reduce gradients during the backward pass. `auto`: on GPUs, if other ranks hold copies of the weights, except in
     RL with pp > 1 and multi-token-prediction layers."""
     overlap_param_gather: bool | Literal["auto"] = "auto"
-    """Gather updated parameters during the next forward pass; needs overlap_grad_reduce. `auto`: on GPUs with it."""
+    """Gather updated parameters during the next forward pass; needs overlap_grad_reduce. `auto`: on GPUs, if that is
+    on."""
     overlap_shared_experts: bool = False
     """Compute shared experts while tokens travel to the routed experts and back; needs ep or etp > 1."""
 

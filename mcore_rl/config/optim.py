@@ -32,7 +32,7 @@ class LoraConfig(Section):
     expert_rank: Rank | Literal["auto"] = "auto"
     """Rank of the adapters of routed experts; `auto`: `rank` / experts per token, at least 1."""
     expert_gate_up: Literal["fused", "split"] = "fused"
-    """A of a routed expert's gate and up-projection. `fused`: both share one A, as with PEFT's `target_parameters`.
+    """Matrix A of a routed expert's gate and up-projection. `fused`: both share it, as with PEFT's `target_parameters`.
     `split`: each has its own, as with PEFT's modules for each expert."""
 
     load: Text | None = None

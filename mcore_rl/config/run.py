@@ -34,7 +34,7 @@ class PlatformConfig(Section):
     there is a compiler, each rank has one thread and the precision is fp32; else `torch`. A run that resumes keeps the
     layers it began with."""
     fp8: Literal["none", "hybrid", "e4m3"] = "none"
-    """Format of 8-bit matrix products; `none`: there are none. Needs layers = "te"."""
+    """Format of 8-bit matrix products; `none`: no 8-bit products. Needs layers = "te"."""
     fp8_recipe: Literal["auto", "delayed", "tensorwise", "blockwise", "mxfp8"] = "auto"
     """Scaling factors of `fp8`. `delayed`: a factor per tensor, from earlier steps. `tensorwise`: a factor per tensor,
     from its values. `blockwise`, `mxfp8`: a factor per block. `auto`: `mxfp8` on Blackwell, `blockwise` on Hopper, else
@@ -150,7 +150,7 @@ class CheckpointConfig(Section):
     interval: PositiveInt | None = None
     """Steps between checkpoints; `none`: only at the end and when the run is asked to stop."""
     keep: PositiveInt | Literal["all"] = 2
-    """Number of newest complete checkpoints to keep; older checkpoints are deleted. `all`: none is deleted."""
+    """Number of newest complete checkpoints to keep; older checkpoints are deleted. `all`: keep all."""
     asynchronous: bool = True
     """Write checkpoints in a background process while training continues."""
     load: Text | None = None
