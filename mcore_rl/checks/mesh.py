@@ -241,7 +241,7 @@ def _sequence(model: ModelConfig, mesh: MeshConfig, seq_length: int, field: str)
 
 
 def mesh_dependences(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Yield a sentence for each setting of a checked config that means something else on another mesh."""
+    """Yield a line of the log for each setting of a checked config that means something else on another mesh."""
     moe, train = config.model.moe, config.train
     if config.model.is_moe and isinstance(config, RlRunConfig):
         yield from _packed_by_tokens(moe, "rl.update.max_tokens_per_microbatch")
@@ -251,7 +251,7 @@ def mesh_dependences(config: RunConfig, world_size: int) -> Iterator[str]:
         return
     dp = world_size // config.mesh.model_parallel
     reason = (
-        'model.moe.balance="global_aux_loss" evens out the load over the micro-batches of a step so far, on all '
+        'warning: model.moe.balance="global_aux_loss" evens out the load over the micro-batches of a step so far, on all '
         f"{dp} data-parallel ranks"
     )
     if isinstance(config, RlRunConfig):
@@ -271,14 +271,13 @@ def mesh_dependences(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def _packed_by_tokens(moe: MoEConfig, field: str) -> Iterator[str]:
     """Yield each setting that depends on which sequences share a microbatch packed up to `field` tokens."""
-    packs = f"and another mesh or {field} packs others together and trains"
     if moe.balance == "aux_loss" and moe.aux_loss_coeff:
         yield (
-            f'model.moe.balance="aux_loss" evens out the load of each microbatch, {packs} slightly differently. '
-            '"seq_aux_loss" depends on neither, nor does model.moe.aux_loss_coeff=0.'
+            f'model.moe.balance="aux_loss" balances each microbatch, so that results depend slightly on the mesh and on '
+            f'{field}. Use "seq_aux_loss", or model.moe.aux_loss_coeff=0, for results that depend on neither.'
         )
     if moe.capacity_factor is not None:
         yield (
-            f"model.moe.capacity_factor={moe.capacity_factor:g} drops the tokens that experts have no room for in a "
-            f"microbatch, {packs} differently. Unset, it depends on neither."
+            f"warning: model.moe.capacity_factor={moe.capacity_factor:g} drops the tokens that overfill an expert in a "
+            f"microbatch, so that results depend on the mesh and on {field}. Unset, they depend on neither."
         )

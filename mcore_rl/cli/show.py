@@ -25,8 +25,8 @@ def show_config(args: argparse.Namespace) -> int:
         return 0
     config, ranks = PROGRAMS[kind].checked_config(path, args.overrides, args.ranks)
     _, origins = with_origins(PROGRAMS[kind].config, path, args.overrides)
-    for sentence in [*absent_inputs(config), *mesh_dependences(config, ranks)]:
-        sys.stderr.write(f"warning: {sentence}\n")
+    absent = (f"warning: {sentence}" for sentence in absent_inputs(config))
+    sys.stderr.writelines(f"{line}\n" for line in (*absent, *mesh_dependences(config, ranks)))
     sys.stdout.write(f"# mcore-rl {kind}; passes all checks on {ranks} ranks\n{dump_config(config, origins)}")
     return 0
 

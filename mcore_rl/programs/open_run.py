@@ -137,9 +137,10 @@ def open_run(
             log = open_log(folder.path, config.log, step, config.train.steps, settings)
         log.message(platform.describe())
         log.detail(flags.describe())
-        for line in [*adapters, *_memory_lines(config, platform), *checkpoints.poll()]:
+        dependences = mesh_dependences(config, platform.world_size)
+        for line in [*adapters, *_memory_lines(config, platform), *checkpoints.poll(), *dependences]:
             log.message(line)
-        for sentence in (*changed_layers, *warnings, *mesh_dependences(config, platform.world_size)):
+        for sentence in (*changed_layers, *warnings):
             log.message(f"warning: {sentence}")
         if platform.rank == 0:
             disk = disk_of(training_of(config, platform.world_size))

@@ -12,4 +12,4 @@ def test_control_characters_are_escaped_and_newline_and_tab_stay():
 def test_the_table_of_samples_shows_no_control_characters():
     sample = {"reward": 1.0, "prompt": "\x1b[2J", "completion": "\x1b]0;title\x07", "answer": "\x08"}
     (line,) = table_lines([sample], 1)
-    assert line == r"reward  1.000 | \x1b[2J -> \x1b]0;title\x07 | answer \x08"
+    assert line == r"reward  1.000 | prompt \x1b[2J | completion \x1b]0;title\x07 | answer \x08"

@@ -59,14 +59,14 @@ class KeyLayout:
     layers: LayerGrouping
 
     def __str__(self) -> str:
-        names = "TransformerEngine's names" if self.keys == "te" else "names of the local layers"
+        owner = "TransformerEngine's" if self.keys == "te" else "Megatron's own"
         layers = {
-            "stacked": "layers stacked",
-            "each": "a tensor a layer",
-            "singletons": "a tensor an expert",
-            "hybrid": "layers of HybridModel",
+            "stacked": "one tensor for all",
+            "each": "one tensor each",
+            "singletons": "one tensor for each expert",
+            "hybrid": "HybridModel's",
         }
-        return f"{names}, {layers[self.layers]}"
+        return f"keys {self.keys} ({owner}), layers {self.layers} ({layers[self.layers]})"
 
 
 class KeyTranslation:

@@ -162,7 +162,7 @@ def table_lines(samples: Sequence[Mapping[str, Any]], count: int) -> Iterator[st
     for sample in (ordered[index] for index in indices):
         prompt, completion, answer = (_shortened(sample[name]) for name in ("prompt", "completion", "answer"))
         reward = "  none" if sample["reward"] is None else f"{sample['reward']:6.3f}"
-        yield f"reward {reward} | {prompt} -> {completion} | answer {answer}"
+        yield f"reward {reward} | prompt {prompt} | completion {completion} | answer {answer}"
 
 
 def _shortened(text: str) -> str:

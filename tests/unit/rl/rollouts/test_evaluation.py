@@ -80,8 +80,8 @@ def test_the_table_shows_best_and_worst() -> None:
     ]
     lines = list(table_lines(samples, 3))
     assert [line.split("|")[0].split()[1] for line in lines] == ["8.000", "4.000", "0.000"]
-    assert all("\n" not in line and len(line) < 130 for line in lines)
+    assert all("\n" not in line and len(line) < 150 for line in lines)
     assert list(table_lines(samples[:1], 3)) == [
-        f"reward  0.000 | p0 -> {('line break ' + 'x' * 99)[:57]}... | answer a"
+        f"reward  0.000 | prompt p0 | completion {('line break ' + 'x' * 99)[:57]}... | answer a"
     ]
     assert list(table_lines([], 3)) == []
