@@ -251,8 +251,8 @@ def mesh_dependences(config: RunConfig, world_size: int) -> Iterator[str]:
         return
     dp = world_size // config.mesh.model_parallel
     reason = (
-        'warning: model.moe.balance="global_aux_loss" evens out the load over the micro-batches of a step so far, on all '
-        f"{dp} data-parallel ranks"
+        'warning: model.moe.balance="global_aux_loss" evens out the load over the micro-batches of a step so far, on '
+        f"all {dp} data-parallel ranks"
     )
     if isinstance(config, RlRunConfig):
         yield (
@@ -273,8 +273,8 @@ def _packed_by_tokens(moe: MoEConfig, field: str) -> Iterator[str]:
     """Yield each setting that depends on which sequences share a microbatch packed up to `field` tokens."""
     if moe.balance == "aux_loss" and moe.aux_loss_coeff:
         yield (
-            f'model.moe.balance="aux_loss" balances each microbatch, so that results depend slightly on the mesh and on '
-            f'{field}. Use "seq_aux_loss", or model.moe.aux_loss_coeff=0, for results that depend on neither.'
+            f'model.moe.balance="aux_loss" balances each microbatch, so that results depend slightly on the mesh and '
+            f'on {field}. Use "seq_aux_loss", or model.moe.aux_loss_coeff=0, for results that depend on neither.'
         )
     if moe.capacity_factor is not None:
         yield (
