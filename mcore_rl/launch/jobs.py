@@ -109,8 +109,8 @@ def status_of(run: Path, submission: records.Submission, queued: Mapping[str, sl
     # Records come newest first.
     newest = max((_number(entry, "time") or 0 for entry in metrics[:1] + attempts[:1]), default=0)
     reason = records.done(run) or (_why(job, attempts, queued) if attempts else _stage_before(submission, job, queued))
-    # Faults that the last start passed over, such as a damaged checkpoint, which its log has too; and what the log says
-    # since, such as that nothing is learned.
+    # Problems that the last start worked around (also in its log), such as a damaged checkpoint; and later warnings of
+    # the log, such as that nothing is learned.
     warnings = [f"warning: {text}" for text in records.resume_warnings(run)]
     warnings += records.logged_warnings(record for record in metrics if record.get("event") not in warnings)
     return RunStatus(

@@ -2,8 +2,8 @@
 
     python -m mcore_rl.workers.rank_process mcore_rl.programs.pretrain CONFIG.toml key=value ...
 
-A rank that SIGKILL, SIGSEGV or the out-of-memory killer ends cannot report so itself, and its launcher knows nothing of
-other nodes: the first error in a log then comes from an innocent rank, which has lost its peer. Imports no torch.
+A rank that SIGKILL, SIGSEGV or the out-of-memory killer ends cannot report it, and its launcher knows nothing of other
+nodes. The first error in a log then comes from a rank that did nothing wrong but lost its peer. Imports no torch.
 
 The rank may be bound to cores near its GPU. GPUs are ordered by NUMA node, so that neighbouring local ranks (a
 tensor-parallel group) have neighbouring GPUs, and each rank gets its share of that node's physical cores.

@@ -52,8 +52,8 @@ class PolicyRoutes:
     | r2          | records                           | recorded routes imposed           | free, or as the updates  |
     | r3          | the rollout engine's imposed      | the rollout engine's imposed      | free, or as the updates  |
 
-    The first update of a rollout batch may have no pass for old logprobs before it (`is_old_policy`): its weights are
-    the old policy's, and so are its free routes, by definition. With R3 its routes are imposed as well.
+    The first update of a rollout batch may skip the old-logprob pass (`is_old_policy`): its weights are the old
+    policy's, and so are its free routes, by definition. With R3 its routes are imposed as well.
 
     If ratios are multiplied by the router-shift ratio (`rl.loss.router_shift`), passes for old logprobs also record the
     routers' scores, and updates compare their own scores with them.
@@ -221,7 +221,7 @@ class PolicyRoutes:
         self, microbatches: Sequence[PolicyMicrobatch | LocalMicrobatch], *, is_old_policy: bool
     ) -> Iterator[Routing]:
         """Context for an optimizer step; yields its routing. `microbatches` include texts that are mixed in.
-        `is_old_policy` says that the weights are the old policy's and there was no pass for old logprobs.
+        `is_old_policy` says that the weights are the old policy's and the update skips the old-logprob pass.
         """
         with ExitStack() as stack:
             routing = stack.enter_context(self._update(microbatches, is_old_policy=is_old_policy))
