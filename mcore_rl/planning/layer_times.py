@@ -375,6 +375,7 @@ def _attention(roof: Roofline) -> Iterator[tuple[str, Seconds]]:
     seen = (work.sample_length or work.seq_length) / 2
     flops = tokens * seen * scores
     forward = flops / (roof.peak * rates.attention * rate)
+    # Five products for the two of the forward pass: the scores are computed again.
     backward = 2.5 * flops / (roof.peak * rates.attention_backward * rate)
     if model.indexer.top_k is not None and 2 * seen > model.indexer.top_k:
         backward += forward  # blocks of queries over chosen keys are computed again

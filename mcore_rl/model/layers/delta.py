@@ -156,6 +156,7 @@ def gated_delta_step(
     states = decay_BH.float().exp()[..., None, None] * states
     new = beta_BH.float()[..., None] * (value.float() - (key[..., None, :] @ states)[..., 0, :])
     states = states + key[..., None] * new[..., None, :]
+    # Scaled although of unit length: so are those of transformers' torch_recurrent_gated_delta_rule.
     query = query * query.shape[-1] ** -0.5
     return (query[..., None, :] @ states)[..., 0, :].to(value.dtype), states
 

@@ -189,6 +189,7 @@ class PolicyRoutes:
         if not faulty:
             return
         num_refused = self._num_refused + len(faulty)
+        # As a float 0.29 * 100 is less than 29.
         most_refused = int(max_fraction * self._num_completions + 1e-9)
         if num_refused <= most_refused:
             raise RefusedCompletionsError(faulty)
