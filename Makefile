@@ -74,7 +74,7 @@ docs: $(READY)
 
 test-slurm: $(READY)
 	tests/slurm/install.sh
-	$(PYTHON_IN_VENV) -m pytest -n 5 tests/slurm --durations=0
+	$(PYTHON_IN_VENV) -m pytest -n 4 tests/slurm --durations=0
 
 test-wheel: $(READY)
 	$(PYTHON_IN_VENV) -m pytest tests/wheel

@@ -1,4 +1,7 @@
-"""Jobs that depend on each other, on nodes of which one is unfit; meanwhile a job whose ranks hang and die."""
+"""Jobs that depend on each other, on nodes of which one is unfit; meanwhile a job whose ranks hang and die.
+
+Their pretraining, which nothing interrupts, is also what runs are compared with that lose a daemon or a node.
+"""
 
 import json
 from dataclasses import dataclass, replace
@@ -9,6 +12,7 @@ import pytest
 from mcore_rl.launch.job import STATUS
 from tests.slurm.cluster import ENDED, Cluster
 from tests.slurm.training import (
+    BEGIN_S,
     PROGRAM,
     STEPS,
     ends,
@@ -17,6 +21,7 @@ from tests.slurm.training import (
     kill_rank,
     losses,
     rl_words,
+    saved_step,
     submit,
     uninterrupted,
 )
@@ -151,3 +156,52 @@ def test_a_job_that_always_crashes_gives_up_and_what_depends_on_it_is_cancelled(
     assert (ended["ExitCode"], ended["Restarts"]) == (f"{STATUS['crash_loop']}:0", "1")
     assert ends(crashing.run_dir) == [("crash", "requeue"), ("crash", str(STATUS["crash_loop"]))]
     assert {cluster.until_state(job, ENDED, 60) for job in crashing.waiting} == {"CANCELLED"}
+
+
+@pytest.fixture
+def alone(cluster: Cluster, pipeline: Pipeline) -> Path:
+    """The folder of the pretraining, which nothing interrupted; n1, n2 and n3 are idle again, and all fit."""
+    cluster.until_state(pipeline.rl, ENDED, 600)
+    cluster.run("rm", "-f", FILLED, node="n2")
+    return pipeline.run_dir
+
+
+def test_a_run_that_loses_a_daemon_and_is_requeued_by_hand_ends_bit_equal(cluster: Cluster, alone: Path) -> None:
+    script = uninterrupted(cluster, "deserted", exclude="n4,n5")
+    run_dir = Path(script.run_dir)
+    id_ = submit(cluster, script)
+    nodes: list[str] = []
+
+    def lose_daemon() -> None:
+        """Of the node with rank 0 and the batch script, while the run stands still."""
+        nodes.extend(cluster.hosts(id_))
+        cluster.kill_slurmd(nodes[0])
+        for node in nodes:
+            cluster.run("pkill", "-STOP", "-f", PROGRAM, node=node, as_root=True)
+
+    interrupt(cluster, id_, run_dir, lose_daemon, 120)
+    cluster.until_state(id_, ["RUNNING"], 120)
+    cluster.run("pkill", "-CONT", "-f", PROGRAM, node=nodes[0], as_root=True)  # the orphans go on
+    interrupt(cluster, id_, run_dir, lambda: cluster.run("scontrol", "requeue", id_), 60)
+
+    assert cluster.until_state(id_, ENDED, 400) == "COMPLETED"
+    assert losses(run_dir) == losses(alone) and len(losses(run_dir)) == STEPS
+    assert [" ".join(end) for end in ends(run_dir)] == ["lost orphan", "term 143", "finished 0"]
+    cluster.start_slurmd(nodes[0])
+    cluster.until_idle(cluster.nodes)
+
+
+def test_a_spare_replaces_the_node_of_a_killed_rank_within_the_allocation(cluster: Cluster, alone: Path) -> None:
+    """The job is not requeued."""
+    script = uninterrupted(cluster, "spared", starter="srun", spares=1, exclude="n4,n5")
+    run_dir = Path(script.run_dir)
+    id_ = submit(cluster, script)
+    cluster.until(lambda: saved_step(run_dir) >= 5, "step 5 is saved", BEGIN_S)
+    first, second, spare = cluster.hosts(id_)
+    kill_rank(cluster, second)
+    assert cluster.until_state(id_, ENDED, 200) == "COMPLETED" and cluster.job(id_)["Restarts"] == "0"
+    assert losses(run_dir) == losses(alone) and len(losses(run_dir)) == STEPS
+    assert ends(run_dir) == [("crash", "restart"), ("finished", "0")]
+    log = (run_dir / f"logs/{id_}.log").read_text()
+    assert f"crash: begins anew on {first},{spare}, within the allocation and without {second}\n" in log
+    assert (run_dir / f"logs/{id_}.1/node-{spare}.log").exists()

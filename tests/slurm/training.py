@@ -1,6 +1,7 @@
 """What the jobs of the tests train: a tiny MoE on the source text of Python, and what they leave behind."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.launch.job import JobScript, render
-from tests.slurm.cluster import ROOT, Cluster
+from tests.slurm.cluster import ROOT, USER, Cluster
 from tests.unit.launch.conftest import job_script
 
 MODULES = ("argparse", "ast", "dataclasses", "inspect", "pathlib", "subprocess", "typing", "turtle")
@@ -68,16 +69,17 @@ parts = ["length"]
 length_max_tokens = 4
 """
 TWO_RANKS = ("mesh.tp=2", "mesh.ep=2")
+CACHE = ".cache"
 STEPS = 60
 """Of a run that is interrupted, and of the one that is not, with which it is compared."""
-BEGIN_S = 180.0
+BEGIN_S = 300.0
 PROGRAM = "^[^ ]*python .*mcore_rl.programs.pretrain"
 """torchrun and its ranks; srun has that name among its words too."""
 ABOVE_A_RANK = "^[^ ]*python (-u )?-m mcore_rl.workers.rank_process"
 
 
 def make_corpus(folder: Path) -> None:
-    """train.bin/.idx, tokenizer.model and chat.jsonl."""
+    """train.bin/.idx, tokenizer.model, chat.jsonl, and the compiled layers, which each user's cache keeps."""
     folder.mkdir(parents=True)
     library = Path(json.__file__).parents[1]
     texts = [(library / f"{module}.py").read_text() for module in MODULES]
@@ -85,17 +87,24 @@ def make_corpus(folder: Path) -> None:
     answers = [line.strip() for line in texts[0].splitlines() if 8 < len(line.strip()) < 40]
     chats = [{"prompt": f"line {i}", "response": answer} for i, answer in enumerate(answers[:100])]
     (folder / "chat.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    tokenizer = folder / "tokenizer.model"
-    learn = ["train_tokenizer.py", "text.jsonl", "--output", tokenizer, "--vocab-size", VOCAB_SIZE]
-    encode = ["preprocess.py", "text.jsonl", "--output", folder / "train", "--tokenizer", tokenizer]
-    for tool, *words in (learn, encode):
-        command = [sys.executable, ROOT / "tools" / str(tool), *words]
-        subprocess.run(list(map(str, command)), cwd=folder, check=True, capture_output=True)
+    learn = ["data", "tokenizer", "text.jsonl", "--output", "tokenizer.model", "--vocab-size", str(VOCAB_SIZE)]
+    encode = ["data", "preprocess", "text.jsonl", "--output", "train", "--tokenizer", "tokenizer.model"]
+    make = f"""
+from mcore_rl.cli.cli import main
+from mcore_rl.megatron.compiled import library
+assert main({learn}) == main({encode}) == 0
+library()
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / CACHE)}
+    subprocess.run([sys.executable, "-c", make], cwd=folder, env=environment, check=True, capture_output=True)
 
 
 def make_data(corpus: Path, folder: Path) -> None:
     """Copy what `make_corpus` made, and write the configs pretrain.toml, sft.toml and rl.toml."""
-    shutil.copytree(corpus, folder)
+    shutil.copytree(corpus / CACHE, folder.parent / CACHE)  # of the jobs' user, whose home is the parent
+    for path in (folder.parent / CACHE, *(folder.parent / CACHE).rglob("*")):
+        shutil.chown(path, USER, USER)
+    shutil.copytree(corpus, folder, ignore=shutil.ignore_patterns(CACHE))
     folder.chmod(0o755)
     (folder / "pretrain.toml").write_text(MODEL + PRETRAIN.format(data=folder))
     (folder / "sft.toml").write_text(MODEL + SFT.format(data=folder))
