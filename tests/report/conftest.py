@@ -1,5 +1,6 @@
 """A headless Chromium, and the page of a pipeline's runs."""
 
+import functools
 import json
 import random
 import shutil
@@ -14,6 +15,8 @@ from mcore_rl.report.page import write_report
 from tests.report_runs import write_all, write_run
 
 SIZES = {"phone": (390, 844), "desktop": (1280, 900)}
+PATIENCE_MS = 180_000
+"""The longest wait for a page: on a busy machine it is drawn for a minute."""
 
 
 @pytest.fixture(scope="session")
@@ -94,18 +97,35 @@ class Opened:
         page.on("request", lambda request: self.asked.append(request.url))
 
 
+def opened(browser: Browser, url: str, size: str, scheme: str) -> Opened:
+    width, height = SIZES[size]
+    page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+    page.set_default_timeout(PATIENCE_MS)
+    watched = Opened(page)
+    page.goto(url)
+    return watched
+
+
 @pytest.fixture
 def open_page(browser: Browser, report: Path):
+    """A function that opens a page for one test."""
     pages: list[Page] = []
 
-    def opened(size: str = "desktop", scheme: str = "light", path: Path = report, url: str | None = None) -> Opened:
-        width, height = SIZES[size]
-        page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
-        pages.append(page)
-        watched = Opened(page)
-        page.goto(url or path.as_uri())
+    def open_one(size: str = "desktop", scheme: str = "light", path: Path = report, url: str | None = None) -> Opened:
+        pages.append((watched := opened(browser, url or path.as_uri(), size, scheme)).page)
         return watched
 
-    yield opened
+    yield open_one
     for page in pages:
         page.close()
+
+
+@pytest.fixture(scope="session")
+def shown(browser: Browser, report: Path):
+    """A function that returns a page that tests share, and leave as it was: to draw one takes seconds."""
+
+    @functools.cache
+    def page(size: str, scheme: str, path: Path) -> Opened:
+        return opened(browser, path.as_uri(), size, scheme)
+
+    return lambda size="desktop", scheme="light", path=report: page(size, scheme, path)

@@ -44,22 +44,20 @@ def figures(page):
     return page.query_selector_all("figure[data-chart]")
 
 
-def data(page):
-    return page.evaluate("DATA")
-
-
 def figure_of(page, title):
-    number = next(at for at, chart in enumerate(data(page)["charts"]) if chart["title"] == title)
-    return page.query_selector(f'figure[data-chart="{number}"]'), data(page)["charts"][number]
+    """The figure of a chart, and its data; all of the page's take a second to come over."""
+    find = "title => [...DATA.charts.entries()].find(([, chart]) => chart.title === title)"
+    number, chart = page.evaluate(find, title)
+    return page.query_selector(f'figure[data-chart="{number}"]'), chart
 
 
 @pytest.mark.parametrize("size", ["phone", "desktop"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_chart_is_drawn_and_nothing_is_said_or_asked_for(open_page, report, size, scheme):
-    opened = open_page(size, scheme)
+def test_every_chart_is_drawn_and_nothing_is_said_or_asked_for(shown, report, size, scheme):
+    opened = shown(size, scheme)
     page = opened.page
     shown = figures(page)
-    assert len({figure.get_attribute("data-chart") for figure in shown}) == len(data(page)["charts"]) > 40
+    assert len({figure.get_attribute("data-chart") for figure in shown}) == page.evaluate("DATA.charts.length") > 40
     for figure in shown:
         drawn = figure.evaluate(DRAWN)
         assert drawn["marks"] or drawn["colours"] > 3, figure.text_content()
@@ -70,8 +68,8 @@ def test_every_chart_is_drawn_and_nothing_is_said_or_asked_for(open_page, report
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_words_stand_out_from_their_background(open_page, scheme):
-    page = open_page("desktop", scheme).page
+def test_words_stand_out_from_their_background(shown, scheme):
+    page = shown("desktop", scheme).page
     for selector in (
         "h1",
         ".note",
@@ -102,8 +100,8 @@ def plot_of(figure, expression):
     return figure.evaluate(f"figure => {{ const plot = PLOTS.get(figure); return {expression}; }}")
 
 
-def test_a_curve_lies_where_its_numbers_say(open_page):
-    figure, chart = figure_of(open_page().page, "Learning rate")
+def test_a_curve_lies_where_its_numbers_say(shown):
+    figure, chart = figure_of(shown().page, "Learning rate")
     one = chart["series"][0]
     assert plot_of(figure, "[...plot.data[0]]") == one["x"] and plot_of(figure, "[...plot.data[1]]") == one["y"]
     # Of the pixels at each number, one at least has the colour of the run.
@@ -143,8 +141,8 @@ def test_the_drawn_means_of_long_runs_are_the_true_ones_and_their_bands_hold_eve
     assert opened.said == []
 
 
-def test_grpo_and_gspo_are_laid_over_each_other(open_page):
-    page = open_page().page
+def test_grpo_and_gspo_are_laid_over_each_other(shown):
+    page = shown().page
     for title in ("Reward", "Entropy of the policy", "Clipped tokens", "Log ratio, smallest to largest"):
         figure, chart = figure_of(page, title)
         runs = {one["run"] for one in chart["series"]}
@@ -157,8 +155,8 @@ def test_grpo_and_gspo_are_laid_over_each_other(open_page):
         assert len(strokes) == 2
 
 
-def test_the_bars_of_phases_are_as_long_as_their_time(open_page):
-    figure, chart = figure_of(open_page().page, "Time of a rollout batch, by phase")
+def test_the_bars_of_phases_are_as_long_as_their_time(shown):
+    figure, chart = figure_of(shown().page, "Time of a rollout batch, by phase")
     seconds = [part for bar in chart["bars"] for _, part in bar["parts"]]
     lengths = [1 + float(rect.get_attribute("width")) for rect in figure.query_selector_all("rect.part")]
     assert np.corrcoef(seconds, lengths)[0, 1] == pytest.approx(1)
@@ -179,15 +177,15 @@ def test_the_slider_shows_the_experts_at_another_step(open_page):
     page.wait_for_function("figure => figure.dataset.at > 1", arg=figure)
 
 
-def test_a_dense_layer_is_marked_apart_from_an_idle_one(open_page):
-    page = open_page().page
+def test_a_dense_layer_is_marked_apart_from_an_idle_one(shown):
+    page = shown().page
     assert page.evaluate("loadColour(null, 2)") != page.evaluate("loadColour(0, 2)")
     assert page.evaluate("overMean([0, 0])") == [None, None]
     assert page.evaluate("overMean([1, 3])") == [0.5, 1.5]
 
 
-def test_smoothing_levels_values_that_alternate_and_keeps_a_straight_line(open_page):
-    page = open_page().page
+def test_smoothing_levels_values_that_alternate_and_keeps_a_straight_line(shown):
+    page = shown().page
     levelled = page.evaluate("smoothed(Array.from({length: 100}, (_, at) => at % 2))")
     assert levelled[5:-5] == pytest.approx([0.5] * 90)
     # At the ends, where neighbours are missing on one side, a single value is no more than its part of the mean.
@@ -214,8 +212,8 @@ def test_the_slider_sets_over_how_many_points_is_smoothed(open_page):
     assert spread[0] == pytest.approx(0.39) and spread[1] < 0.3  # of 40 points, over 35 of them
 
 
-def test_a_chart_is_found_by_its_title_or_its_metrics(open_page):
-    page = open_page().page
+def test_a_chart_is_found_by_its_title_or_its_metrics(shown):
+    page = shown().page
     titles = """[...document.querySelectorAll('[data-chart] h4')].filter(one => one.checkVisibility())
       .map(one => one.textContent)"""
     every = page.evaluate(titles)
@@ -226,8 +224,8 @@ def test_a_chart_is_found_by_its_title_or_its_metrics(open_page):
     assert page.evaluate(titles) == every and page.is_visible("#samples")
 
 
-def test_a_chart_is_enlarged_to_the_window_and_back(open_page):
-    page = open_page().page
+def test_a_chart_is_enlarged_to_the_window_and_back(shown):
+    page = shown().page
     figure, _ = figure_of(page, "Gradient norm")
     before = figure.query_selector("canvas").bounding_box()
     figure.query_selector(".tools button").click()
@@ -244,15 +242,16 @@ def saved(page, figure, name):
     return download.value
 
 
-def test_a_chart_is_saved_as_a_table_of_its_numbers(open_page):
-    page = open_page().page
+def test_a_chart_is_saved_as_a_table_of_its_numbers(shown):
+    page = shown().page
     figure, chart = figure_of(page, "Reward")
     download = saved(page, figure, "CSV")
     assert download.suggested_filename == "Reward.csv"
     rows = list(csv.DictReader(Path(download.path()).read_text().splitlines()))
     assert [row["run"] for row in rows] == ["grpo"] * 40 + ["gspo"] * 40
+    names = page.evaluate("DATA.runs.map(run => run.name)")
     for one in chart["series"]:
-        own = [row for row in rows if row["run"] == data(page)["runs"][one["run"]]["name"]]
+        own = [row for row in rows if row["run"] == names[one["run"]]]
         assert [float(row["value"]) for row in own] == one["y"] and [float(row["low"]) for row in own] == one["low"]
         assert [float(row["tokens"]) for row in own] == [100 * step for step in one["x"]]
     for title, count in (("Time of a rollout batch, by phase", 6), ("Load of the experts", 12 * 3 * 6)):
@@ -260,8 +259,8 @@ def test_a_chart_is_saved_as_a_table_of_its_numbers(open_page):
         assert len(Path(saved(page, figure, "CSV").path()).read_text().splitlines()) == 1 + count
 
 
-def test_a_chart_is_saved_as_a_picture_with_its_title_and_colours(open_page):
-    page = open_page().page
+def test_a_chart_is_saved_as_a_picture_with_its_title_and_colours(shown):
+    page = shown().page
     for title, name in (("Reward", "--run2"), ("Accuracy on held-out prompts, by run", "--run3")):
         figure, _ = figure_of(page, title)
         picture = Image.open(saved(page, figure, "PNG").path()).convert("RGB")
@@ -273,13 +272,14 @@ def test_a_chart_is_saved_as_a_picture_with_its_title_and_colours(open_page):
         assert (np.asarray(picture)[4:24, :60].min(2) < 100).sum() > 30, "the title"
 
 
-def test_the_x_axis_can_be_tokens(open_page, many_report):
-    page = open_page(path=many_report).page
+def test_the_x_axis_can_be_tokens(shown, many_report):
+    page = shown(path=many_report).page
     page.select_option("#axis", "t")
     figure, _ = figure_of(page, "Reward")
     assert plot_of(figure, "plot.axes[0].label") == "tokens"
     places, *_ = plot_of(figure, "plot.data.map(values => [...values])")
     assert set(places) == {10 * (number + 1) * step for number in range(12) for step in range(1, 41)}
+    page.select_option("#axis", "x")
 
 
 def test_runs_are_grouped_by_a_field_with_their_mean_and_a_band_from_smallest_to_largest(open_page, many_report):
@@ -320,8 +320,8 @@ def test_twelve_runs_differ_in_colour_or_dash_and_have_bands_only_when_three_are
     assert opened.said == []
 
 
-def test_more_than_four_runs_are_a_table_that_can_be_sorted(open_page, many_report):
-    page = open_page(path=many_report).page
+def test_more_than_four_runs_are_a_table_that_can_be_sorted(shown, many_report):
+    page = shown(path=many_report).page
     assert not page.query_selector(".cards")
     column = "[...document.querySelectorAll('#many tbody tr')].map(row => row.cells[{}].textContent)"
     heads = page.eval_on_selector_all("#many thead th", "all => all.map(one => one.textContent)")
@@ -332,7 +332,7 @@ def test_more_than_four_runs_are_a_table_that_can_be_sorted(open_page, many_repo
     assert page.evaluate(column.format(2)) == [f"{5 * number:.1f} %" for number in range(11, -1, -1)]
     page.click("#many th:text-is('rl.loss.kind')")
     assert page.evaluate(column.format(7)) == ['"cispo"'] * 4 + ['"grpo"'] * 4 + ['"gspo"'] * 4
-    assert open_page().page.query_selector(".cards")
+    assert shown().page.query_selector(".cards")
 
 
 def test_the_y_axis_follows_a_zoom(open_page):
@@ -349,8 +349,8 @@ def test_the_y_axis_follows_a_zoom(open_page):
     assert (low, high) == (pytest.approx(values[-1] - room), pytest.approx(values[0] + room))
 
 
-def test_every_title_has_its_unit(open_page):
-    page = open_page().page
+def test_every_title_has_its_unit(shown):
+    page = shown().page
     titles = {
         figure_of(page, name)[0].query_selector("h4").text_content()
         for name in ("Entropy of the policy", "Trained tokens per second and rank", "Reward")
@@ -398,8 +398,8 @@ def test_the_pointer_shows_the_values_and_one_cursor_runs_over_all_charts(open_p
     assert opened.said == []
 
 
-def test_dragging_zooms_every_chart_of_the_stage_and_a_double_click_resets(open_page):
-    page = open_page().page
+def test_dragging_zooms_every_chart_of_the_stage_and_a_double_click_resets(shown):
+    page = shown().page
     figure, _ = figure_of(page, "Reward")
     other, _ = figure_of(page, "Entropy of the policy")
     figure.scroll_into_view_if_needed()
@@ -450,23 +450,23 @@ def test_the_charts_follow_the_window_and_the_time_of_day(open_page):
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
 
 
-def test_every_accuracy_has_its_number_of_prompts_conditions_and_interval(open_page):
-    figure, chart = figure_of(open_page().page, "Accuracy on held-out prompts, by run")
+def test_every_accuracy_has_its_number_of_prompts_conditions_and_interval(shown):
+    figure, chart = figure_of(shown().page, "Accuracy on held-out prompts, by run")
     assert "temperature 0" in chart["note"] and "1 answer each" in chart["note"]
     shown = [text.text_content() for text in figure.query_selector_all("text.value")]
     assert len(shown) == 2 and all("38.1 % to 61.9 %, n = 64" in text for text in shown)
     assert len(figure.query_selector_all(".interval")) == 2
 
 
-def test_texts_of_a_run_do_nothing(open_page):
-    page = open_page().page
+def test_texts_of_a_run_do_nothing(shown):
+    page = shown().page
     assert "window.hacked = 1" in page.query_selector("#samples").text_content()
     assert page.evaluate("window.hacked") is None
 
 
-def test_the_table_is_whole_on_a_desktop_and_its_first_column_low(open_page):
-    page = open_page("desktop").page
-    assert len(data(page)["runs"]) == 4
+def test_the_table_is_whole_on_a_desktop_and_its_first_column_low(shown):
+    page = shown("desktop").page
+    assert page.evaluate("DATA.runs.length") == 4
     wide = page.evaluate(
         "[...document.querySelectorAll('#overview .scroll')].map(one => one.scrollWidth - one.clientWidth)"
     )
@@ -476,8 +476,8 @@ def test_the_table_is_whole_on_a_desktop_and_its_first_column_low(open_page):
     assert max(lines) < 5
 
 
-def test_tokens_are_coloured_by_their_ratio(open_page):
-    page = open_page("desktop").page
+def test_tokens_are_coloured_by_their_ratio(shown):
+    page = shown("desktop").page
     shown = page.query_selector("#tokens .side")
     tokens = shown.query_selector_all(".text span")
     assert "".join(one.text_content() for one in tokens) == "completion 2 of step 39\nof two lines"

@@ -7,6 +7,8 @@ from threading import Thread
 
 import pytest
 
+from tests.report.conftest import PATIENCE_MS
+
 SITE = Path(__file__).parents[2] / "build" / "site"
 QUESTIONS = {
     "wandb": "logging/",
@@ -60,11 +62,15 @@ def search(browser):
     Thread(target=server.serve_forever, daemon=True).start()
     home = f"http://127.0.0.1:{server.server_port}/"
     page = browser.new_page()
+    page.set_default_timeout(PATIENCE_MS)
+    page.goto(home)
+    page.click(".md-search__button")
+    box = page.get_by_placeholder("Search").last
 
     def first(question):
-        page.goto(home)
-        page.click(".md-search__button")
-        page.get_by_placeholder("Search").last.fill(question)
+        box.fill("")
+        page.wait_for_function(f"({FIRST_RESULT})() === null")
+        box.fill(question)
         page.wait_for_function(f"({FIRST_RESULT})() !== null")
         return page.evaluate(FIRST_RESULT).removeprefix(home).partition("#")[0]
 
