@@ -11,6 +11,7 @@ from mcore_rl.config.rl.rollout import VLLM_RANKS, NativeConfig, ServedConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.config.toml import toml_value
+from mcore_rl.families.weight_map import FP8_BLOCK
 
 PROBED_FAMILIES = (
     *("dots1", "glm4_moe", "llama", "mistral", "mixtral", "olmoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
@@ -47,6 +48,7 @@ def engine_violations(config: RlRunConfig, world_size: int) -> Iterator[str]:
         yield from _shared(engine, config, world_size) if engine.share_gpus else _places(engine, config.platform.device)
         yield from _completions(engine, config)
         yield from _adapters(engine, config.lora, config.model, config.rl.rollout.max_staleness)
+        yield from _fp8_blocks(engine, config) if engine.in_fp8 else ()
 
 
 def _graphs(mesh: MeshConfig, model: ModelConfig, platform: PlatformConfig) -> Iterator[str]:
@@ -192,6 +194,31 @@ def _adapters(engine: ServedConfig, lora: LoraConfig, model: ModelConfig, max_st
             f"{wanted} with adapters of rank {high}: vLLM takes ranks up to {VLLM_RANKS[-1]}. Lower lora.rank, or set "
             'rl.engine.lora="merged".'
         )
+
+
+def _fp8_blocks(engine: ServedConfig, config: RlRunConfig) -> Iterator[str]:
+    """Check that servers can compute with weights in 8 bits, and that the probe can tell what they compute."""
+    model, platform, parts = config.model, config.platform, engine.tensor_parallel
+    widths = {
+        "model.hidden_size": model.hidden_size * parts,
+        "model.head_dim x num_heads": model.head_dim * model.num_heads,
+        "model.head_dim x num_kv_heads": model.head_dim * max(model.num_kv_heads, parts),
+        "model.ffn_hidden_size": 0 if all(model.moe_layers) else model.ffn_hidden_size,
+        "model.moe.ffn_hidden_size": model.moe.ffn_hidden_size,
+        "the shared experts' width": model.moe.shared_width,
+    }
+    uneven = ", ".join(f"{name}: {width // parts}" for name, width in widths.items() if width % (FP8_BLOCK * parts))
+    is_fp32 = "fp32" in (engine.dtype, platform.precision * (engine.dtype == "auto"))
+    te_copies = "TransformerEngine keeps 8-bit copies of its own, which the probe could not round"
+    for is_wrong, setting, reason in (
+        (engine.kind == "sglang", 'rl.engine.kind="sglang"', "it processes all of them again with each file of a push"),
+        (config.lora.is_on, f"lora.rank={config.lora.rank}", "8 bits round away what adapters add to weights"),
+        (platform.fp8 != "none", f'platform.fp8="{platform.fp8}"', te_copies),
+        (is_fp32, "servers in fp32", "vLLM's products of 8-bit blocks are in bf16 or fp16 (rl.engine.dtype)"),
+        (uneven, f"rl.engine.tensor_parallel={parts}", f"parts of a server are no multiples of {FP8_BLOCK}: {uneven}"),
+    ):
+        if is_wrong:
+            yield f'rl.engine.weights="fp8_block" with {setting}: {reason}. Change that, or set "as_trained".'
 
 
 def _completions(engine: ServedConfig, config: RlRunConfig) -> Iterator[str]:

@@ -175,7 +175,7 @@ def probe(args: argparse.Namespace) -> int:
         seed_ranks(0)
         lora = stored_lora(checkpoint)
         chunks, _ = load_model(trained.model, lora, mesh, platform, settings, checkpoint)
-        probe = Probe(chunks, mesh, trained.model, args.dtype)
+        probe = Probe(chunks, mesh, trained.model, args.dtype, in_fp8=args.weights == "fp8_block")
         ours = probe.reference(args.tolerance)
         theirs = [server.prompt_logprobs(tokens) for tokens in probe.sequences]
         found = ours.difference(theirs)

@@ -315,6 +315,12 @@ def whole(shape: Shape) -> Region:
     return tuple(AxisRange(0, size) for size in shape)
 
 
+FP8_BLOCK = 128
+"""Rows and columns of an fp8 block unless config.json has other numbers."""
+LINEAR = tuple(f".{name}.weight" for name in "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj w1 w2 w3".split())
+"""Ends of Hugging Face's names of the matrices of attention, MLPs and experts, in the families that servers take."""
+
+
 def copies_into_megatron(blocks: Sequence[WeightBlock]) -> dict[str, Copies]:
     """Return, for each Megatron tensor, the copies from Hugging Face tensors that fill it."""
     copies: dict[str, list[RegionCopy]] = {}

@@ -7,7 +7,7 @@ import itertools
 import math
 import secrets
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby
@@ -192,11 +192,8 @@ class WeightStream:
             needed = sorted({piece.shard for _, piece in own})
             # Weights with adapters added are copies: make them only for the current bucket.
             at_hand = dict(zip(needed, merged_shards(self._chunks, [shards[index] for index in needed]), strict=True))
-            tensors = {
-                name: torch.empty(self._shapes[name], dtype=dtype_of(self._pieces[name]), device=device)
-                for name in names
-                if self._owner[name] == rank
-            }
+            owned = {n: next(iter(self._pieces[n].values()))[0].dtype for n in names if self._owner[n] == rank}
+            tensors = {n: torch.empty(self._shapes[n], dtype=dtype, device=device) for n, dtype in owned.items()}
             # First what is sent, by rising rank: then no two ranks wait for each other.
             for owner in sorted(sent):
                 wait_for_word(f"{self._key}/{bucket_name}/{owner}/{rank}")
@@ -254,6 +251,24 @@ class WeightStream:
             start += region.numel()
 
 
+Views = list[tuple[str, Region, Tensor]]
+
+
+def hf_views(chunks: Sequence[nn.Module], model: ModelConfig, ends: tuple[str, ...]) -> Callable[[], Views]:
+    """Plan what this rank has of Hugging Face's tensors with these ends of names, in every copy of the model. Returns a
+    function that returns names, regions, and views of the weights there.
+    """
+    copies = copies_into_megatron(weight_map(model.model_copy(update={"mtp_layers": 0})).blocks)
+    held = {i: _held(one) for i, one in enumerate(local_shards(chunks)) if not one.key.startswith(MTP)}
+    found = [(name, one) for name, pieces in _pieces(copies, held).items() if name.endswith(ends) for one in pieces]
+
+    def views() -> Views:
+        shards = dict(enumerate(local_shards(chunks)))
+        return [(name, one.where, _elements(shards, one).view(sizes(one.where))) for name, one in found]
+
+    return views
+
+
 def bucket_of(name: str) -> str:
     """Return the name of a tensor's bucket. A server only accepts whole modules, so layers are never split."""
     if not name.startswith(LAYERS):
@@ -267,11 +282,6 @@ def _held(shard: LocalShard) -> _Held:
         for at, size in zip(shard.where, shard.global_shape, strict=True)
     )
     return _Held(key=shard.key, where=where, dtype=shard.data.dtype)
-
-
-def dtype_of(pieces: Mapping[int, Sequence[_Piece]]) -> torch.dtype:
-    """Return the type of a tensor by its pieces."""
-    return next(iter(pieces.values()))[0].dtype
 
 
 def _places(shard: _Held, copies: Mapping[str, Copies]) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -354,15 +364,8 @@ def _messages(pieces: Sequence[tuple[str, _Piece]]) -> Iterator[list[tuple[str, 
 def _elements(shards: Mapping[int, LocalShard], piece: _Piece) -> Tensor:
     """Return a piece of this rank's shard, with axes in Hugging Face's order."""
     shard = shards[piece.shard]
-    shape = tuple(1 if isinstance(at, int) else size for at, size in _axes(shard))
-    part = _region(_region(shard.data.reshape(shape), piece.window), piece.inside)
+    part = _region(_region(shard.data.reshape(sizes(_held(shard).where)), piece.window), piece.inside)
     return part.mT if piece.transposed else part
-
-
-def _axes(shard: LocalShard) -> Iterator[tuple[int | slice, int]]:
-    """Yield the region's entry and the number of indices, for each axis of the global tensor."""
-    for at, size in zip(shard.where, shard.global_shape, strict=True):
-        yield at, 1 if isinstance(at, int) else len(range(*at.indices(size)))
 
 
 def _region(tensor: Tensor, where: Region) -> Tensor:

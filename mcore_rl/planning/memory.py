@@ -86,9 +86,11 @@ def shared_server(training: Training) -> SharedServer | None:
     element = 4 if "fp32" in (engine.dtype, training.platform.precision * (engine.dtype == "auto")) else 2
     (whole,) = counts.weights_by_stage(model, MeshConfig())
     token = 2 * model.num_layers * max(1, model.num_kv_heads // parts) * model.head_dim * element
+    vocabulary = model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2)
+    in_fp8 = whole.dense + whole.expert - whole.router - vocabulary if engine.in_fp8 else 0
     return SharedServer(
         gpus=parts,
-        weights=whole.bytes(element) // parts,
+        weights=(whole.bytes(element) - in_fp8 * (element - 1)) // parts,
         bucket=max(largest_layer(model, model.layer_kinds), model.vocab_size * model.hidden_size) * element,
         token=token,
         sample=training.sample_length * token,
@@ -433,7 +435,8 @@ class StageMemory:
         kinds, ep = (model.layer_kinds, 1) if is_alone and not stage else (self.layout.kinds[stage], mesh.ep)
         layer = largest_layer(model, kinds, ep)
         vocabulary = model.vocab_size * model.hidden_size if stage in (0, mesh.pp - 1) else 0
-        return (max(layer, vocabulary) + (0 if engine.broadcasts else layer)) * self.layer.element
+        written = 0 if engine.broadcasts else layer * (1 if engine.in_fp8 else self.layer.element)
+        return max(layer, vocabulary) * self.layer.element + written
 
     def _activations(self, stage: int) -> tuple[int, int]:
         """Return the bytes kept over all microbatches in flight, and the bytes that are recomputed at one time."""

@@ -150,6 +150,8 @@ def rl_step(training: Training, work: Workload, engine: Engine, mean_tokens: flo
         if isinstance(rollouts.engine, ServedConfig) and rollouts.engine.lora == "adapter":
             (adapters,) = with_adapters([Weights()], work.lora, work.model, MeshConfig())
             sent = adapters.total
+        elif isinstance(rollouts.engine, ServedConfig) and rollouts.engine.in_fp8:
+            sent //= 2  # a byte each
         parts["weights to servers"] = push_seconds(sent, work, engine)
     factors = work.rates.rl_factors
     return RlStep(

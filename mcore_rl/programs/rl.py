@@ -221,6 +221,13 @@ def warnings_of(config: RlRunConfig) -> Iterator[str]:
             "rounding than the trainer's, which rollout/mismatch_kl_nats measures. Set rl.loss.importance_sampling to "
             "correct for it."
         )
+    is_corrected = config.rl.loss.correction is not None or config.rl.update.old_logprobs == "rollout"
+    if config.served is not None and config.served.in_fp8 and not is_corrected:
+        yield (
+            'warning: rl.engine.weights="fp8_block": servers sample with weights and inputs in 8 bits, another policy '
+            "than is trained, which rollout/mismatch_kl_nats measures. Set rl.loss.importance_sampling to correct for "
+            'it, and with experts replay.kind="r3", as they choose others.'
+        )
     capacity_factor = config.model.moe.capacity_factor
     if config.model.is_moe and capacity_factor:
         yield (

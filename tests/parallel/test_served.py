@@ -34,6 +34,7 @@ from mcore_rl.rl.engines.server_api import server_apis
 from mcore_rl.rl.engines.weight_push import AdapterPush, PushReport, ServedAdapters, WeightPush
 from mcore_rl.rl.types import Completion, Prompt
 from mcore_rl.storage.checksums import crc32_of
+from tests.conversion import exported, imported, read_hf, write_hf
 from tests.fake_server import Answer, Asked, FakeServer, TableAnswers
 from tests.generating import Tensors, loaded, prompt_of, ragged_prompts, spelled
 from tests.hf_models import VOCAB, oracle
@@ -41,6 +42,7 @@ from tests.parallel.converted import LiveBytes
 from tests.ranks import run_ranks
 from tests.served_adapters import with_adapter
 from tests.served_model import by_token, reported_logprobs
+from tests.unit.convert.test_fp8 import FP8, exact, quantized
 
 
 def served_completions(
@@ -493,3 +495,65 @@ def test_adapters_that_do_not_fit_on_the_disk_leave_all_servers_out(tmp_path: Pa
     config = RlRunConfig.model_validate({"model": theirs.ours, "lora": {"rank": 8}, "rl": {"engine": engine}})
     (report,) = run_ranks(adapters_on_a_full_disk, 1, config, theirs.tensors)
     assert report.living == () and "the adapters cannot be written" in report.failed[url]
+
+
+class Fp8Answers(TransformersAnswers):
+    """A server that computes with the weights which its 8-bit numbers represent, but for tensors that it leaves out."""
+
+    def __init__(self, theirs: nn.Module, folder: Path, left_out: str) -> None:
+        super().__init__(theirs, folder)
+        self.left_out, self.received = left_out, dict[str, Tensor]()
+
+    def finish(self) -> None:
+        self.received = dict(self.tensors)
+        for name in [name for name in self.received if name.endswith("_scale_inv")]:
+            weight = name.removesuffix("_scale_inv")
+            self.tensors[weight] = exact(self.tensors[weight], self.tensors.pop(name), torch.float32)
+        self.tensors = {name: one for name, one in self.tensors.items() if self.left_out not in name}
+        super().finish()
+
+
+def pushed_in_fp8(config: RlRunConfig, tensors: Tensors) -> tuple[PushReport, bool]:
+    """On a rank: the outcome of a push of these weights, and whether the trainer has them bit for bit afterwards."""
+    start(PlatformConfig(layers="torch"))
+    mesh = build_mesh(config.mesh)
+    seed_ranks(1)
+    chunks = loaded(config.model, tensors, mesh)
+    engine, is_first = config.rl.engine, mesh.world.rank == 0
+    apis = [server_apis(engine, config.model)(url) for url in engine.urls] if is_first else []
+    before = [shard.data.detach().clone() for shard in local_shards(chunks)]
+    report = WeightPush(apis, chunks, mesh, config.model, engine, sampling_in(config)).push(7)
+    return report, all(map(torch.equal, before, [shard.data.detach() for shard in local_shards(chunks)]))
+
+
+@pytest.mark.matrix("tp2-ep2-pp2")
+@pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(tp=2, ep=2, pp=2)], ids=["one", "tp2-ep2-pp2"])
+def test_a_push_in_fp8_blocks_has_the_bits_of_an_export_and_the_probe_expects_what_they_represent(
+    mesh: MeshConfig, tmp_path: Path
+) -> None:
+    """Two ranks have 72 of the 144 rows and columns of queries: a block is cut; others are cut by the edge at 200."""
+    sizes = {"hidden_size": 200, "moe_intermediate_size": 136, "num_hidden_layers": 2, "num_key_value_heads": 2}
+    theirs = oracle("qwen3_moe", **sizes)
+    plain = write_hf(tmp_path / "plain", theirs.config | {"dtype": "float32"}, theirs.tensors)
+    blocks: Tensors = {}
+    for name, tensor in theirs.tensors.items():
+        # Scales of other weights, of which none fits.
+        values, scales = quantized(1.7 * tensor) if name.endswith("_proj.weight") else (tensor, None)
+        blocks |= {name: values} if scales is None else {name: values, f"{name}_scale_inv": scales}
+    like = write_hf(tmp_path / "like", theirs.config | {"quantization_config": FP8, "dtype": "float32"}, blocks)
+    export = read_hf(exported(imported(plain, tmp_path / "ckpt"), tmp_path / "out", reference=like, quantize="fp8"))
+    with ExitStack() as stack:
+        answers = [Fp8Answers(theirs.model, tmp_path / f"{i}", name) for i, name in enumerate(("none", ".1.self_attn"))]
+        urls = tuple(stack.enter_context(FakeServer(one)).url for one in answers)
+        engine = {"kind": "vllm", "urls": urls, "weights": "fp8_block", "transport_dir": str(tmp_path)}
+        config = RlRunConfig.model_validate({"model": theirs.ours, "mesh": mesh, "rl": {"engine": engine}})
+        ranks = run_ranks(pushed_in_fp8, mesh.smallest_world, config, theirs.tensors)
+    assert export.keys() == answers[0].received.keys() and len(export) > 2 * 2 * 7
+    for name, tensor in export.items():
+        received = answers[0].received[name]
+        assert received.dtype == tensor.dtype and torch.equal(received.float(), tensor.float()), name
+    report = ranks[0][0]
+    assert report.living == urls[:1] and report.differences[urls[0]].largest < 2e-5
+    assert "does not have the trainer's weights" in report.failed[urls[1]]
+    assert report.num_bytes == sum(tensor.nbytes for tensor in export.values())
+    assert all(is_same for _, is_same in ranks), "the trainer's weights come back bit for bit"

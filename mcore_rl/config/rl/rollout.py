@@ -356,6 +356,15 @@ class ServedConfig(ServersConfig):
     """Inference servers of a kind that the run can start and update."""
 
     kind: Literal["vllm", "sglang"]
+    weights: Literal["as_trained", "fp8_block"] = "as_trained"
+    """Form in which servers get the weights; `as_trained`: in the trainer's type; `fp8_block`, of vLLM: the matrices of
+    attention, MLPs and experts as 8-bit numbers (e4m3) with a scale for each block of 128 x 128, all others as trained.
+    Servers then round the inputs of these products to 8 bits too; not yet run on a GPU."""
+
+    @cached_property
+    def in_fp8(self) -> bool:
+        """Whether servers get the matrices of linear layers in fp8 blocks."""
+        return self.weights == "fp8_block"
 
     @cached_property
     def broadcasts(self) -> bool:

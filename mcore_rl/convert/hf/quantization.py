@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 
 from mcore_rl.convert.hf.folder import HfTensor
 from mcore_rl.errors import CheckpointError
-from mcore_rl.families.weight_map import Shape
+from mcore_rl.families.weight_map import FP8_BLOCK, Shape
 
 FP8 = (torch.float8_e4m3fn,)
 FP8_FORMATS = ("e4m3", "float8_e4m3fn")
@@ -33,8 +33,6 @@ FP8_SCALE = "_scale_inv"
 FP8_SCALE_TYPES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
 POWERS = "ue8m0"
 """The `scale_fmt` in config.json of scales that are powers of two, whatever type they are stored in."""
-FP8_BLOCK = 128
-"""Rows and columns of an fp8 block unless config.json has other numbers."""
 FP8_LARGEST = 448.0
 BAND_FP8_BLOCKS = 8
 """Rows of fp8 blocks that are dequantized at a time."""
@@ -139,7 +137,7 @@ def dequantize_fp8(rows: Tensor, scales: Tensor, first_row: int, block: int, dty
 
 
 def quantize_fp8(
-    weights: Tensor, known: Tensor, block: int, scale_dtype: torch.dtype, *, in_powers: bool
+    weights: Tensor, known: Tensor | None, block: int, scale_dtype: torch.dtype, *, in_powers: bool
 ) -> tuple[Tensor, Tensor]:
     """Return weights as numbers of fp8 blocks, and the blocks' scales.
 
@@ -148,7 +146,7 @@ def quantize_fp8(
 
     Args:
         weights: `[rows, columns]` in the type that they are trained in; the first row and column begin a block.
-        known: Scales of an earlier version of the weights, fp32 `[blocks of rows, blocks of columns]`.
+        known: Scales of an earlier version of the weights, fp32 `[blocks of rows, blocks of columns]`; None: none are.
         block: Rows and columns of a block.
         scale_dtype: New scales are rounded to this type before they are used.
         in_powers: New scales are rounded up to powers of two.
@@ -160,20 +158,31 @@ def quantize_fp8(
     rows, columns = weights.shape
     padded = pad(weights.float(), (0, -columns % block, 0, -rows % block))
     blocks = padded.unflatten(1, (-1, block)).unflatten(0, (-1, block))  # [row blocks, block, column blocks, block]
-    known_back = _fp8_numbers(blocks, known).float().mul_(_each(known)).to(weights.dtype)
-    is_kept = (known_back.float() == blocks).all(3).all(1)
-    # The smallest normal number: a block of zeros would have no scale.
-    made = (blocks.abs().amax((1, 3)) / FP8_LARGEST).clamp_(min=torch.finfo(torch.float32).tiny)
+    made = fp8_scales(blocks.abs().amax((1, 3)))
     if in_powers:
         mantissa, exponent = torch.frexp(made)  # made = mantissa x 2^exponent, 0.5 <= mantissa < 1
         made = torch.where(made.isfinite(), torch.ldexp(torch.ones(()), exponent - (mantissa == 0.5).int()), made)
-    scales = torch.where(is_kept, known, made.to(scale_dtype).float())
-    return _fp8_numbers(blocks, scales).flatten(2).flatten(0, 1)[:rows, :columns], scales
+    scales = made.to(scale_dtype).float()
+    if known is not None:
+        known_back = _fp8_numbers(blocks, _each(known)).float().mul_(_each(known)).to(weights.dtype)
+        scales = torch.where((known_back.float() == blocks).all(3).all(1), known, scales)
+    return _fp8_numbers(blocks, _each(scales)).flatten(2).flatten(0, 1)[:rows, :columns], scales
 
 
-def _fp8_numbers(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Return e4m3 numbers of blocks of weights; a scale that was rounded down must not make the largest a NaN."""
-    return (blocks / _each(scales)).clamp_(-FP8_LARGEST, FP8_LARGEST).to(torch.float8_e4m3fn)
+def fp8_scales(largest: Tensor) -> Tensor:
+    """Return the scales of blocks with these largest magnitudes, fp32."""
+    # The smallest normal number: a block of zeros would have no scale.
+    return (largest / FP8_LARGEST).clamp_(min=torch.finfo(torch.float32).tiny)
+
+
+def fp8_rounded(values: Tensor, scales: Tensor) -> Tensor:
+    """Return values as the fp8 numbers with these scales, one for each value, represent them."""
+    return _fp8_numbers(values.float(), scales).float().mul_(scales).to(values.dtype)
+
+
+def _fp8_numbers(values: Tensor, scales: Tensor) -> Tensor:
+    """Return e4m3 numbers of fp32 values; a scale that was rounded down must not make the largest a NaN."""
+    return (values / scales).clamp_(-FP8_LARGEST, FP8_LARGEST).to(torch.float8_e4m3fn)
 
 
 def _each(scales: Tensor) -> Tensor:

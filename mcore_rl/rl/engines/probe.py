@@ -6,7 +6,7 @@ update, that move logprobs less than rounding does; over further updates these a
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from math import lcm
 from typing import Any, Literal
@@ -27,6 +27,7 @@ from mcore_rl.model.layers.adapters import Adapter
 from mcore_rl.replay.cache import LocalTokens, local_tokens
 from mcore_rl.rl.batch import LogprobHead, PolicyMicrobatch, evaluating, layout_of, make_microbatch, without_capacity
 from mcore_rl.rl.engines.base import Sampling
+from mcore_rl.rl.engines.fp8_blocks import BlockRounding
 from mcore_rl.rl.types import SampleShape, TrainedSample
 
 FP32_LIMIT = 2e-4
@@ -191,13 +192,20 @@ def probe_sequences(count: int, vocab_size: int) -> list[tuple[int, ...]]:
 class Probe:
     """Probe sequences, and the trainer's logprobs of them."""
 
-    def __init__(self, chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, served_dtype: str = "auto") -> None:
-        """Create the probe. `served_dtype`: type of the server's weights (rl.engine.dtype); `auto`: the trainer's."""
+    def __init__(
+        self, chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, dtype: str = "auto", *, in_fp8: bool = False
+    ) -> None:
+        """Create the probe. `dtype`: type of the server's weights (rl.engine.dtype); `auto`: the trainer's; `in_fp8`:
+        servers have matrices in fp8 blocks, and the trainer computes with what these represent.
+        """
         self._chunks, self._mesh, self._model = list(chunks), mesh, model
         self._device = next(chunks[0].parameters()).device
-        self._rounded_to = _lower_precision(chunks, served_dtype)
-        self._fewest_tokens = 1 if self._rounded_to is None else FEWEST_EXPERT_TOKENS
-        self.sequences = probe_sequences(FEWEST if self._rounded_to is None else MOST, model.vocab_size)
+        self._rounded_to = _lower_precision(chunks, dtype)
+        blocks = BlockRounding(chunks, mesh, model) if in_fp8 else None
+        self._weights, self._inputs = (blocks.weights, blocks.inputs) if blocks else (nullcontext, nullcontext)
+        self._is_exact = self._rounded_to is None and not in_fp8
+        self._fewest_tokens = 1 if self._is_exact else FEWEST_EXPERT_TOKENS
+        self.sequences = probe_sequences(FEWEST if self._is_exact else MOST, model.vocab_size)
         self.num_unreached = 0
         """Number of experts, over all layers, that too few tokens reach even with MOST sequences. The probe does not
         notice wrong weights in only these experts."""
@@ -213,9 +221,9 @@ class Probe:
             if not self.num_unreached or len(self.sequences) >= MOST:
                 break
             self.sequences = probe_sequences(min(MOST, 2 * len(self.sequences)), self._model.vocab_size)
-        if self._rounded_to is None:
+        if self._is_exact:
             return ProbeReference(logprobs_NT=logprobs_NT, experts_NTLK=None, limit=probe_limit(None, tolerance))
-        with _rounding(self._chunks, self._rounded_to):
+        with _rounding(self._chunks, self._rounded_to) if self._rounded_to else nullcontext(), self._inputs():
             rounded_NT, _ = self._pass(self.sequences)
         rounding_nats = float((rounded_NT - logprobs_NT).abs().mean())
         return ProbeReference(
@@ -257,6 +265,7 @@ class Probe:
         with (
             evaluating(self._chunks),
             without_capacity(self._chunks),
+            self._weights(),
             _recorded(self._chunks, tokens, experts_NTLK) as routing,
         ):
             outputs = run_pass(self._chunks, microbatches, head, backward=False, routing=routing)

@@ -22,6 +22,8 @@ from mcore_rl.config.optim import LoraConfig
 from mcore_rl.config.rl.rollout import VLLM_RANKS, ServedConfig, VllmConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import ConfigError, EngineError
+from mcore_rl.families import weight_map
+from mcore_rl.families.weight_map import FP8_BLOCK, LINEAR
 from mcore_rl.rl.engines.server_api import MODEL, ROUTES_FLAG, ServerApi, ServerError, TakenError
 from mcore_rl.storage.files import write_atomically
 from mcore_rl.workers.launcher import environment_variable, free_port, start_server
@@ -69,11 +71,18 @@ def served_dtype(precision: str, engine: ServedConfig) -> str:
     return DTYPES[precision if dtype == "auto" else dtype]
 
 
-def model_folder(model: ModelConfig, dtype: str, folder: Path) -> Path:
+def model_folder(model: ModelConfig, dtype: str, folder: Path, *, in_fp8: bool = False) -> Path:
     """Write the model folder of a server. It has only config.json, because the weights come with the first update."""
     path = folder / "model"
     path.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(checked_hf_config(model) | {"torch_dtype": dtype}, indent=1)
+    config = checked_hf_config(model) | {"torch_dtype": dtype}
+    if in_fp8:
+        shapes = {**weight_map(model).hf_shapes, "lm_head.weight": (0, 0)}
+        matrices = {name.removesuffix(".weight"): name for name, shape in shapes.items() if len(shape) == 2}
+        blocks = {"quant_method": "fp8", "weight_block_size": [FP8_BLOCK] * 2, "activation_scheme": "dynamic"}
+        kept = sorted(module for module, name in matrices.items() if not name.endswith(LINEAR))
+        config["quantization_config"] = blocks | {"modules_to_not_convert": kept}
+    text = json.dumps(config, indent=1)
     (path / "config.json").write_text(text, encoding="utf-8")
     return path
 
@@ -99,7 +108,7 @@ def server_command(
     dtype = served_dtype(config.platform.decided(is_cuda=on_gpu).precision, engine)
     has_base = engine.lora == "adapter"
     served = _Served(
-        model=str(engine.base_model if has_base else model_folder(config.model, dtype, folder)),
+        model=str(engine.base_model if has_base else model_folder(config.model, dtype, folder, in_fp8=engine.in_fp8)),
         weights="auto" if has_base else "dummy",
         rank=highest_rank(config.lora, config.model) if has_base else None,
         dtype=dtype,

@@ -38,6 +38,7 @@ from mcore_rl.model.adapters import adapters_in, adapters_off, merge_loss
 from mcore_rl.model.build import gathered, local_shards
 from mcore_rl.model.hf_stream import Bucket, WeightStream
 from mcore_rl.rl.engines.base import Sampling
+from mcore_rl.rl.engines.fp8_blocks import Fp8Stream
 from mcore_rl.rl.engines.probe import (
     DTYPES,
     PACKED,
@@ -104,7 +105,7 @@ class WeightPush:
         self._servers, self._chunks, self._mesh = list(servers), list(chunks), mesh
         self._model, self._engine = model, engine
         self._sampling = replace(sampling, max_new_tokens=SEQUENCE_TOKENS - PROMPT_TOKENS)
-        self._probe = Probe(chunks, mesh, model, engine.dtype)
+        self._probe = Probe(chunks, mesh, model, engine.dtype, in_fp8=engine.in_fp8)
         self._device = next(chunks[0].parameters()).device
         own, served = next(chunks[0].parameters()).dtype, DTYPES.get(engine.dtype, torch.float32)
         self._dtype = served if own == torch.float32 else own
@@ -123,7 +124,8 @@ class WeightPush:
         if self._weights is None and (folder is not None or self._engine.broadcasts):
             # Otherwise ranks of other machines would write where no server reads.
             all_write = folder is not None and not world_max(not Path(folder).is_dir())
-            self._weights = WeightStream(self._chunks, self._mesh, self._model, to_rank=None if all_write else 0)
+            stream = Fp8Stream if self._engine.in_fp8 else WeightStream
+            self._weights = stream(self._chunks, self._mesh, self._model, to_rank=None if all_write else 0)
         ours = self._probe.reference(self._tolerance)
         has_adapters = any(True for _ in adapters_in(self._chunks))
         lost = merge_loss(self._chunks, self._dtype) if has_adapters else None

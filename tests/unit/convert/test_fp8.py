@@ -37,13 +37,13 @@ def powers(scales: Tensor) -> Tensor:
     return torch.exp2(torch.log2(scales).ceil()).to(torch.float8_e8m0fnu)
 
 
-def exact(values: Tensor, scales: Tensor) -> Tensor:
-    """Element by element: the product in fp32, rounded to bf16."""
-    result = torch.empty(values.shape, dtype=torch.bfloat16)
+def exact(values: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Element by element: the product in fp32, rounded to `dtype`."""
+    result = torch.empty(values.shape, dtype=dtype)
     for i in range(0, values.shape[0], 128):
         for j in range(0, values.shape[1], 128):
             at = (slice(i, i + 128), slice(j, j + 128))
-            result[at] = (values[at].float() * scales[i // 128, j // 128]).bfloat16()
+            result[at] = (values[at].float() * scales[i // 128, j // 128]).to(dtype)
     return result
 
 

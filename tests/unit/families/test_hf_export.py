@@ -172,6 +172,21 @@ def test_an_exported_gpt_oss_has_its_logits_in_transformers(setting: str, tmp_pa
     assert (ours - theirs.logits(tokens_BS)[..., :VOCAB]).abs().max() <= TOLERANCE
 
 
+def test_started_servers_in_fp8_are_told_which_matrices_are_not(tmp_path: Path) -> None:
+    """Routers, the shared expert's gate and both vocabularies stay as trained, as in published folders."""
+    folder = model_folder(TINY["qwen2_moe"], "bfloat16", tmp_path, in_fp8=True)
+    config = json.loads((folder / "config.json").read_text())
+    gates = [f"model.layers.{i}.mlp.{name}" for i in range(4) for name in ("gate", "shared_expert_gate")]
+    assert config["quantization_config"] == {
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "activation_scheme": "dynamic",
+        "modules_to_not_convert": sorted(["lm_head", "model.embed_tokens", *gates]),
+    }
+    plain = json.loads((model_folder(TINY["qwen2_moe"], "bfloat16", tmp_path) / "config.json").read_text())
+    assert config == plain | {"quantization_config": config["quantization_config"]}
+
+
 def test_started_servers_get_no_config_of_another_model(tmp_path: Path) -> None:
     model = with_settings(TINY["mixtral"], SETTINGS["raw gates"])
     with pytest.raises(ConfigError, match="normalize_top_k is false there, true here"):

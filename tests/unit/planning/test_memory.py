@@ -454,6 +454,16 @@ def test_servers_on_the_ranks_gpus_have_two_phases_of_their_own_and_keep_a_rest_
     }
 
 
+def test_servers_with_weights_in_fp8_blocks_have_a_byte_for_each_and_so_has_what_is_written():
+    memory, plain = shared("rl.engine.weights=fp8_block"), shared()
+    # A byte less of two for all matrices of the layers but routers.
+    matrices = 48 * (128 * 3 * 2048 * 768 + 2 * 2048 * 32 * 128 + 2 * 2048 * 4 * 128)
+    assert plain.server.weights - memory.server.weights == pytest.approx(matrices / 4, rel=1e-4)
+    assert memory.server.bucket == plain.server.bucket, "a layer is gathered as it was trained"
+    share = 2 * (16 * 3 * 2048 * 768 + 2 * 2048 * 32 * 128 + 2 * 2048 * 4 * 128 + 2048 * 128)
+    assert plain.pushed - memory.pushed == pytest.approx(share / 2, rel=1e-4)
+
+
 def test_servers_of_adapters_keep_their_base_in_main_memory_and_parts_of_a_server_are_on_each_of_its_gpus():
     adapters = ("rl.engine.lora=adapter", "lora.rank=16", "rl.engine.base_model=base")
     merged, kept = shared("lora.rank=16"), shared(*adapters)

@@ -68,6 +68,23 @@ def test_servers_that_choose_other_keys_are_named(overrides: list[str], is_named
     assert not found or "samples have up to 64 tokens, of which indexers choose 63" in found[0]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "is_named"),
+    [
+        ([], True),
+        (["rl.loss.importance_sampling=sequence_truncate"], False),
+        (["rl.update.old_logprobs=rollout"], False),
+        (["rl.engine.weights=as_trained"], False),
+    ],
+)
+def test_servers_with_weights_in_8_bits_are_named_unless_the_loss_corrects_for_them(
+    overrides: list[str], is_named: bool
+) -> None:
+    words = ["rl.engine.kind=vllm", "rl.engine.weights=fp8_block", "model.moe.balance=none", *overrides]
+    found = list(warnings_of(load_config(RlRunConfig, Path("tiny_moe/grpo"), [*ALONE, *words])))
+    assert any("another policy than is trained" in line and 'replay.kind="r3"' in line for line in found) == is_named
+
+
 def test_a_loss_without_a_clip_is_warned_of_where_older_weights_sample() -> None:
     served = ["rl.engine.kind=vllm", "rl.rollout.max_staleness=1", "rl.loss.importance_sampling=truncate"]
     for kind, staleness, is_warned in (("sapo", 1, True), ("grpo", 1, False), ("sapo", 0, False)):

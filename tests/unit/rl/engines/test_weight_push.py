@@ -19,6 +19,7 @@ from mcore_rl.megatron.platform import start
 from mcore_rl.model.build import build_model, copy_in, local_shards
 from mcore_rl.model.hf_stream import WeightStream, bucket_of
 from mcore_rl.rl.engines.base import Sampling
+from mcore_rl.rl.engines.fp8_blocks import Fp8Stream
 from mcore_rl.rl.engines.probe import Probe, ProbeDifference, difference_of, probe_limit
 from mcore_rl.rl.engines.server_api import ServedCompletion, ServerError
 from mcore_rl.rl.engines.weight_push import PushReport, WeightPush
@@ -28,6 +29,7 @@ from mcore_rl.storage.checksums import crc32_of
 from tests.hf_weights import to_global
 from tests.sections import engine_config
 from tests.tiny_models import TINY
+from tests.unit.convert.test_fp8 import exact, quantized
 
 MODEL = TINY["qwen3_moe"]
 TIED = MODEL.model_copy(update={"tied_embeddings": True})
@@ -166,7 +168,7 @@ class Served:
         randomize(self.chunks, seed=2)
         self.new = hf_weights(self.chunks, mesh, model)
         self._servers_model = model.model_copy(update={"tied_embeddings": False})
-        self._modules = built(self._servers_model, mesh, seed=3, precision=servers_precision)
+        self.modules = built(self._servers_model, mesh, seed=3, precision=servers_precision)
         self._loaded: dict[str, int] = {}
         self._lock = Lock()
 
@@ -183,9 +185,9 @@ class Served:
         positions_NS = torch.arange(ids_NS.shape[1]).expand_as(ids_NS)
         with self._lock:  # servers are asked at the same time, and have one model
             if self._loaded != {name: id(tensor) for name, tensor in weights.items()}:
-                copy_in(self._modules, to_global(weights, self._servers_model))
+                copy_in(self.modules, to_global(weights, self._servers_model))
                 self._loaded = {name: id(tensor) for name, tensor in weights.items()}
-            logits_NSV = self._modules[0].eval()(ids_NS, positions_NS, attention_mask=None)
+            logits_NSV = self.modules[0].eval()(ids_NS, positions_NS, attention_mask=None)
         return logits_NSV[..., : self.model.vocab_size].double()
 
     def push(self, *servers: ModelServer, cut: Cut = SAMPLED, ids: int | None = None, **engine: Any) -> PushReport:
@@ -495,3 +497,72 @@ def test_a_server_in_bf16_without_an_expert_is_left_out_and_the_expert_is_named(
     assert report.living == ()
     assert report.differences[broken.url].mean < 0.1
     assert "tokens of expert 7 in layer 3 differ by" in report.failed[broken.url]
+
+
+def test_the_probe_of_servers_in_fp8_blocks_computes_with_what_these_represent(one_rank: Mesh) -> None:
+    """Matrices are cut by edges at 192, 160 and 96; sound servers are within 2e-4, and no others."""
+    moe = MODEL.moe.model_copy(update={"ffn_hidden_size": 160})
+    model = MODEL.model_copy(update={"hidden_size": 192, "head_dim": 48, "num_layers": 2, "moe": moe})
+    fp8 = Served(model, one_rank)
+    sent: Tensors = {}
+    for bucket in Fp8Stream(fp8.chunks, one_rank, model):
+        sent |= bucket.tensors
+    meant = dict(fp8.new)
+    for name in [name for name in sent if name.endswith("_scale_inv")]:
+        weight = name.removesuffix("_scale_inv")
+        values, scales = quantized(fp8.new[weight])
+        assert torch.equal(sent[name], scales) and torch.equal(sent[weight].float(), values.float())
+        meant[weight] = exact(values, scales, torch.float32)
+    rounded = {name for name in meant if meant[name] is not fp8.new[name]}
+    assert rounded == {name for name in meant if name.endswith("_proj.weight")}
+    value = "model.layers.1.self_attn.v_proj.weight"
+    twice = meant[value].clone()
+    twice[:, 128:] *= 2
+    own = [shard.data.clone() for shard in local_shards(fp8.chunks)]
+    probe = Probe(fp8.chunks, one_rank, model, in_fp8=True)
+    ours = probe.reference()
+    assert all(map(torch.equal, own, [shard.data for shard in local_shards(fp8.chunks)]))
+    assert len(probe.sequences) == 96 and ours.limit.statistic == "mean"
+
+    def difference(weights: Tensors) -> ProbeDifference:
+        return ours.difference(fp8.logprobs_of(weights, probe.sequences))
+
+    sound = difference(meant)
+    assert sound.largest < 2e-5 and ours.limit.holds(sound)
+    for fault, weights in {
+        "a scale is twice as large": meant | {value: twice},
+        "nothing is rounded": fp8.new,
+        "a layer is old": meant | {name: one for name, one in fp8.old.items() if ".layers.1." in name},
+        "an expert is old": meant | {name: one for name, one in fp8.old.items() if ".1.mlp.experts.5" in name},
+    }.items():
+        assert not ours.limit.holds(difference(weights)), fault
+    # Rounding of inputs hides what a single matrix does; a tolerance of one's own does not.
+    alone = difference(meant | {value: fp8.new[value]})
+    assert ours.limit.holds(alone) and probe.reference(2e-4).limit.excess(alone) and alone.largest > 10 * 2e-4
+
+
+def test_a_server_that_rounds_inputs_to_8_bits_too_is_as_far_off_as_the_probe_expects(one_rank: Mesh) -> None:
+    model = TINY["qwen3"].model_copy(update={"hidden_size": 256, "head_dim": 64, "num_layers": 2})
+    fp8 = Served(model, one_rank)
+    with torch.no_grad():
+        for shard in local_shards(fp8.chunks):
+            shard.data.mul_(0.25 if shard.data.dim() > 1 else 1)
+    meant = {
+        name: exact(*quantized(one), torch.float32) if name.endswith("_proj.weight") else one
+        for name, one in hf_weights(fp8.chunks, one_rank, model).items()
+    }
+    probe = Probe(fp8.chunks, one_rank, model, in_fp8=True)
+    ours = probe.reference()
+
+    def in_8_bits(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        parts = [part / (part.abs().amax(-1, keepdim=True) / 448) for part in inputs[0].split(128, -1)]
+        scales = [part.abs().amax(-1, keepdim=True) / 448 for part in inputs[0].split(128, -1)]
+        return (torch.cat([p.to(torch.float8_e4m3fn).float() * s for p, s in zip(parts, scales, strict=True)], -1),)
+
+    linear = [module for name, module in fp8.modules[0].named_modules() if ".linear_" in name]
+    hooks = [module.register_forward_pre_hook(in_8_bits) for module in linear]
+    found = ours.difference(fp8.logprobs_of(meant, probe.sequences))
+    for hook in hooks:
+        hook.remove()
+    assert len(hooks) == 4 * model.num_layers and found.mean > 50 * 2e-4
+    assert found.mean == pytest.approx(ours.limit.limit / 3, rel=0.05) and ours.limit.limit < 0.1
