@@ -19,14 +19,24 @@ from mcore_rl.families import family_of, weight_map
 from mcore_rl.families.config_json import OBJECT, check_types
 from mcore_rl.families.rules import ExpertLayout
 from mcore_rl.families.shells import shell_of, text_config
-from mcore_rl.families.weight_map import AxisRange, Copies, Region, RegionCopy, WeightMap, listed, sizes, whole
+from mcore_rl.families.weight_map import (
+    FP8_BLOCK,
+    AxisRange,
+    Copies,
+    Region,
+    RegionCopy,
+    WeightMap,
+    listed,
+    sizes,
+    whole,
+)
 from mcore_rl.storage.checksums import PartChecksum, as_hex, joined
 
 
 class HfSource:
     """Tensors of a Hugging Face folder; fp8, mxfp4 and int4 tensors are dequantized."""
 
-    def __init__(self, folder: HfFolder, fp8_block: int = quantization.FP8_BLOCK) -> None:
+    def __init__(self, folder: HfFolder, fp8_block: int = FP8_BLOCK) -> None:
         self._tensors = folder.tensors
         self._files = FileBytes(folder.path)
         self._fp8_block = fp8_block

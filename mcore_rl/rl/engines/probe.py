@@ -6,7 +6,7 @@ update, that move logprobs less than rounding does; over further updates these a
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from math import lcm
 from typing import Any, Literal
@@ -202,7 +202,8 @@ class Probe:
         self._device = next(chunks[0].parameters()).device
         self._rounded_to = _lower_precision(chunks, dtype)
         blocks = BlockRounding(chunks, mesh, model) if in_fp8 else None
-        self._weights, self._inputs = (blocks.weights, blocks.inputs) if blocks else (nullcontext, nullcontext)
+        self._weights: Callable[[], AbstractContextManager[None]] = blocks.weights if blocks else nullcontext
+        self._inputs: Callable[[], AbstractContextManager[None]] = blocks.inputs if blocks else nullcontext
         self._is_exact = self._rounded_to is None and not in_fp8
         self._fewest_tokens = 1 if self._is_exact else FEWEST_EXPERT_TOKENS
         self.sequences = probe_sequences(FEWEST if self._is_exact else MOST, model.vocab_size)
