@@ -37,6 +37,7 @@ REQUIRES = [
 MUON = 'emerging-optimizers>=0.3,<0.4; python_version >= "3.12"'
 
 EXTRAS = {
+    # Install it with --no-build-isolation, so that its extension is compiled for the installed torch.
     # Megatron also uses NVIDIA's apex when it can be imported. It is installed from its own source tree: the
     # package called "apex" on PyPI is something else.
     "gpu": ["transformer-engine[pytorch]>=2.9"],

@@ -224,8 +224,8 @@ def _layers(config: PlatformConfig, *, allows_te: bool) -> Literal["torch", "te"
         )
     if config.layers == "te" and not usable:
         raise ConfigError(
-            'platform.layers="te" needs CUDA and the transformer_engine package (pip install "mcore_rl[gpu]"). '
-            'Use "torch" or "auto".'
+            'platform.layers="te" needs CUDA and the transformer_engine package. Run pip install --no-build-isolation '
+            '"mcore_rl[gpu]", or use "torch" or "auto".'
         )
     if config.fp8 != "none" and not (usable and wants_te):
         raise ConfigError(
