@@ -5,11 +5,16 @@ It imports nothing of this package, and needs vLLM and safetensors alone. The fo
     --worker-extension-cls mcore_rl.vllm_worker.Extension --weight-transfer-config '{"backend": "mcore_files"}'
 """
 
+import itertools
+import json
+import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +35,8 @@ class FileUpdate(base.WeightTransferUpdateInfo):
     """One bucket in files that this worker can read."""
 
     files: list[dict[str, str]] = field(default_factory=list)
-    """Path of each file, and its CRC-32 in eight hexadecimal digits (`crc32`)."""
+    """Path of each file, and its CRC-32 in eight hexadecimal digits (`crc32`); also the `name` and `version` of one
+    that `take_files` has kept."""
 
 
 @dataclass
@@ -109,17 +115,86 @@ class FileEngine(ReloadEngine):
 
     update_info_cls = FileUpdate
 
+    @cached_property
+    def bases(self) -> "Bases":
+        """Files whose bytes this worker keeps."""
+        return Bases()
+
     def _tensors(self, update_info: FileUpdate) -> Iterator[tuple[str, Tensor]]:
         for one in update_info.files:
-            path, crc = one["path"], one["crc32"]
-            if (found := checksum(Path(path))) != crc:
-                raise ValueError(
-                    f"{path} has the CRC-32 {found}, the trainer wrote {crc}: it is damaged, or another file here than "
-                    "there."
-                )
-            with safe_open(path, "pt") as file:
-                for name in file.keys():  # noqa: SIM118  # safetensors' files are no dicts
-                    yield name, file.get_tensor(name).to(self.device)
+            tensors = self.bases.tensors(one) if "version" in one else read_tensors(one["path"], one["crc32"])
+            for name, tensor in tensors:
+                # Never what is kept itself, which a module might hold, or change.
+                yield name, tensor.to(self.device, copy="version" in one)
+
+
+class Bases:
+    """Bytes of the last version of files, in main memory: differences are never applied to what a GPU holds, which
+    kernels have repacked. A version is two words; those with another first word are of no use any more.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[str, dict[str, Tensor]]] = {}
+
+    def take(self, file: Mapping[str, str]) -> str:
+        """Keep the bytes of a file, which are itself, or a difference to the version `base`. Returns why it is refused:
+        what is kept is as before then. Returns "" if it is kept, also if it was already.
+        """
+        name, version, base = file["name"], file["version"], file["base"]
+        first = version.split()[0]
+        self._kept = {other: kept for other, kept in self._kept.items() if kept[0].split()[0] == first}
+        has, old = self._kept.get(name, ("", {}))
+        if has == version:
+            return ""
+        if base and base != has:
+            return f"the version here is {has or 'none'}, and the difference is to {base}"
+        try:
+            # Copies: a file's tensors may be its pages, and it is deleted.
+            whole = () if base else read_tensors(file["path"], file["crc32"])
+            read = changed(file, old) if base else {tensor: data.clone() for tensor, data in whole}
+        except (OSError, ValueError, KeyError, zlib.error) as error:
+            return repr(error)
+        # Only now, as every CRC-32 was right: a second call would find the version, and do nothing.
+        self._kept[name] = version, read
+        return ""
+
+    def tensors(self, file: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
+        """Return the tensors of a file that was taken. Raises ValueError if the version kept here is another."""
+        version, tensors = self._kept.get(file["name"], ("none", {}))
+        if version != file["version"]:
+            raise ValueError(f"the version of {file['name']} here is {version}, and {file['version']} is to be loaded")
+        return iter(tensors.items())
+
+
+def read_tensors(path: str, crc: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a safetensors file. Raises ValueError if it has another CRC-32."""
+    check(path, crc)
+    with safe_open(path, "pt") as file:
+        for name in file.keys():  # noqa: SIM118  # safetensors' files are no dicts
+            yield name, file.get_tensor(name)
+
+
+def changed(file: Mapping[str, str], old: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return new tensors, from old ones and a file of differences. Raises ValueError if the CRC-32 of the file or of a
+    new tensor is not the trainer's.
+    """
+    check(file["path"], file["crc32"])
+    data = memoryview(Path(file["path"]).read_bytes())
+    start = 8 + struct.unpack_from("<Q", data)[0]
+    entries = json.loads(bytes(data[8:start]))
+    ends = itertools.accumulate((entry["size"] for entry in entries), initial=start)
+
+    def new(entry: dict[str, Any], begin: int) -> tuple[str, Tensor]:
+        name, dtype = entry["name"], getattr(torch, entry["dtype"])
+        planes = bytearray(zlib.decompress(data[begin : begin + entry["size"]]))
+        changes_N = torch.frombuffer(planes, dtype=torch.uint8).view(dtype.itemsize, -1).T.reshape(-1)
+        bytes_N = old[name].view(-1).view(torch.uint8) ^ changes_N
+        if (found := f"{zlib.crc32(bytes_N.numpy().data):08x}") != entry["crc32"]:
+            raise ValueError(f"{name} has the CRC-32 {found} with its difference, the trainer's has {entry['crc32']}")
+        return name, bytes_N.view(dtype).view(entry["shape"])
+
+    with ThreadPoolExecutor() as pool:
+        return dict(pool.map(new, entries, ends))
 
 
 class BroadcastEngine(ReloadEngine):
@@ -144,6 +219,14 @@ class BroadcastEngine(ReloadEngine):
             tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
             broadcast(self._group, tensor)
             yield name, tensor
+
+
+def check(path: str, crc: str) -> None:
+    """Raise ValueError if a file has another CRC-32."""
+    if (found := checksum(Path(path))) != crc:
+        raise ValueError(
+            f"{path} has the CRC-32 {found}, the trainer wrote {crc}: it is damaged, or another file here than there."
+        )
 
 
 def checksum(file: Path) -> str:
@@ -178,6 +261,12 @@ WeightTransferEngineFactory.register_engine("mcore_broadcast", BroadcastEngine)
 
 class Extension:
     """Base class that vLLM adds to its workers: importing this module registers the backends there."""
+
+    def take_files(self, files: str) -> dict[str, str]:
+        """Keep the bytes of files, a list in JSON as `Bases.take` has them. Returns why some are refused, by name."""
+        worker: Any = self
+        reasons = {file["name"]: worker.weight_transfer_engine.bases.take(file) for file in json.loads(files)}
+        return {name: why for name, why in reasons.items() if why}
 
     def abort_update(self) -> None:
         """End an update that was left open or failed, also where none was.

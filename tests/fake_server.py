@@ -20,7 +20,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any, Protocol
+from unittest.mock import MagicMock, patch
 from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
@@ -32,6 +34,29 @@ PROTOCOLS, REQUIRED, DIES, SWALLOWED = (TABLE[name] for name in ("PROTOCOLS", "R
 TAGS = {"vllm": ("weights", "kv_cache"), "sglang": ("weights", "kv_cache", "cuda_graph")}
 OF_API_PROCESS = ("/health", "/version", "/model_info")
 """Paths that answer while the engine hangs."""
+
+
+def file_engine() -> Any:
+    """The engine of files in a worker of vLLM, of mcore_rl/vllm_worker.py with stubs in the place of vLLM."""
+
+    class Generic:
+        def __class_getitem__(cls, item: object) -> type:
+            return cls
+
+    base = MagicMock(WeightTransferUpdateInfo=object, WeightTransferInitInfo=object, WeightTransferEngine=Generic)
+    names = ("vllm.distributed.weight_transfer.factory", "vllm.model_executor.model_loader.reload")
+    stubs: dict[str, Any] = {name: MagicMock() for name in names}
+    for name in [*names]:
+        for end in range(name.count(".")):
+            package = ".".join(name.split(".")[: end + 1])
+            stubs[package] = ModuleType(package)
+    stubs["vllm.distributed.weight_transfer"].base = base
+    with patch.dict(sys.modules, stubs):
+        path = Path(__file__).parents[1] / "mcore_rl/vllm_worker.py"
+        found = runpy.run_path(str(path), run_name="vllm_worker")
+    engine = found["FileEngine"].__new__(found["FileEngine"])
+    engine.device, engine.extension = "cpu", found["Extension"]
+    return engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +200,8 @@ class FakeServer:
     """Whether the thread that computes hangs; it answers nothing then, and the other process does."""
     has_extension: bool = True
     """Whether vLLM's workers have this package's extension."""
+    engine: Any = None
+    """Part of a worker that keeps the bytes of files (`file_engine`); None: it keeps none."""
     is_half_filled: bool = False
     """Whether a failed update has left modules of vLLM with a part of their weights: what comes next is wrong."""
     misuses: list[str] = field(default_factory=list)
@@ -340,13 +367,25 @@ class FakeServer:
             names = values.get("request_ids") or [values["rid"]]
             self.aborted |= {name.removeprefix("generate-tokens-") for name in names}
         elif path == "/collective_rpc":
+            if values["method"] == "take_files" and self.has_extension:
+                self.engine = self.engine or file_engine()
+                worker = SimpleNamespace(weight_transfer_engine=self.engine)
+                return {"results": [self.engine.extension.take_files(worker, *values["args"])]}
             if values["method"] != "abort_update" or not self.has_extension:
                 return Refusal(500, f"no method {values['method']}")
             self.is_half_filled = False
             self.state.discard("session")
             return {"results": [None]}
         elif path == "/update_weights":
-            self.answers.load(values["update_info"])
+            update = values["update_info"]
+            if any("version" in file for file in update.get("files", ())):
+                try:
+                    update = {"tensors": dict(self.engine._tensors(SimpleNamespace(**update)))}
+                except (AttributeError, ValueError) as error:
+                    self.is_half_filled = True
+                    self.state.discard("session")
+                    return Refusal(500, f"no such file here: {error}")
+            self.answers.load(update)
         elif path == "/update_weights_from_disk":
             files = sorted(Path(values["model_path"]).glob("*.safetensors"))
             self.answers.load({"files": [{"path": str(path)} for path in files]})

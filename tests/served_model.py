@@ -99,8 +99,8 @@ class ModelAnswers:
         return logits_1SV[0, :-1, : self.model.vocab_size].double()
 
     def load(self, update: Mapping[str, Any]) -> None:
-        for file in update["files"]:
-            found = load_file(Path(file["path"]))
+        of_files = (load_file(Path(file["path"])) for file in update.get("files", ()))
+        for found in (update.get("tensors", {}), *of_files):
             self.tensors |= {name: tensor for name, tensor in found.items() if name != self.forgets}
 
     def finish(self) -> None:

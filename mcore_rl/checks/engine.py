@@ -7,7 +7,7 @@ from mcore_rl.checks.model import unused
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import LoraConfig
-from mcore_rl.config.rl.rollout import VLLM_RANKS, NativeConfig, ServedConfig
+from mcore_rl.config.rl.rollout import VLLM_RANKS, NativeConfig, ServedConfig, VllmConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.config.toml import toml_value
@@ -160,6 +160,13 @@ def _servers(engine: ServedConfig) -> Iterator[str]:
         (engine.lora == "merged", "base_model", 'rl.engine.lora="merged": servers get all weights from the trainer'),
         (engine.lora == "adapter" and not engine.is_started, "base_model", at_urls),
     )
+    if isinstance(engine, VllmConfig):
+        yield from unused(
+            "rl.engine",
+            engine,
+            (engine.broadcasts, "delta", 'rl.engine.transport="nccl"'),
+            (engine.lora == "adapter", "delta", 'rl.engine.lora="adapter"'),
+        )
     own_arguments = OWN_ARGUMENTS | (SHARED_ARGUMENTS if engine.share_gpus else frozenset())
     if own := [argument for argument in engine.args if argument.split("=")[0] in own_arguments]:
         yield (

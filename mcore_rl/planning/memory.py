@@ -16,7 +16,7 @@ from pathlib import Path
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import LayerKind, ModelConfig
 from mcore_rl.config.optim import OptimConfig
-from mcore_rl.config.rl.rollout import InProcessConfig, ServedConfig
+from mcore_rl.config.rl.rollout import InProcessConfig, ServedConfig, VllmConfig
 from mcore_rl.families import family_of
 from mcore_rl.planning import weights as counts
 from mcore_rl.planning.activations import LayerActivations
@@ -125,6 +125,8 @@ class Memory:
     """Main memory that the rank takes for waiting tensors, such as the weights of the reference policy."""
     host_routes: int = 0
     """Page-locked main memory of routes and router scores."""
+    host_sent: int = 0
+    """Main memory of the weights last sent to servers (rl.engine.delta), of the rank and of a worker beside it."""
     host_optimizer: int = 0
     """Main memory of the rank's offloaded optimizer state, and of the gradients that the processor reads."""
     rollout_models: int = 0
@@ -139,7 +141,7 @@ class Memory:
     @property
     def main_memory(self) -> int:
         """Bytes of main memory of the rank."""
-        return self.host + self.host_routes + self.host_optimizer
+        return self.host + self.host_routes + self.host_sent + self.host_optimizer
 
     @property
     def permanent(self) -> int:
@@ -349,6 +351,7 @@ class StageMemory:
                 if model.on_ranks.on_host
             )
             + (server.weights if server is not None and server.keeps_weights else 0),
+            host_sent=0 if rollouts is None else self._sent(rollouts, stage, server),
             rollout_models=0 if rollouts is None else lasting,
             scoring_models=0 if rollouts is None else lasting + max(visitors),
             saving_models=always
@@ -437,6 +440,17 @@ class StageMemory:
         vocabulary = model.vocab_size * model.hidden_size if stage in (0, mesh.pp - 1) else 0
         written = 0 if engine.broadcasts else layer * (1 if engine.in_fp8 else self.layer.element)
         return max(layer, vocabulary) * self.layer.element + written
+
+    def _sent(self, rollouts: Rollouts, stage: int, server: SharedServer | None) -> int:
+        # The ranks of a stage keep what they write between them, and each worker of a server all weights.
+        engine, model, mesh = rollouts.engine, self.training.model, self.training.mesh
+        if not isinstance(engine, VllmConfig) or not engine.delta:
+            return 0
+        kinds = self.layout.kinds[stage].items()
+        layers = sum(counts.layer_weights(model, MeshConfig(), kind).total * count for kind, count in kinds)
+        vocabulary = model.vocab_size * model.hidden_size * ((stage == 0) + (stage == mesh.pp - 1))
+        share = (layers + vocabulary) * self.layer.element * mesh.pp // self.training.world_size
+        return share + (0 if server is None else server.weights * server.gpus)
 
     def _activations(self, stage: int) -> tuple[int, int]:
         """Return the bytes kept over all microbatches in flight, and the bytes that are recomputed at one time."""

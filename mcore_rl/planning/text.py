@@ -79,6 +79,9 @@ def estimate_lines(plan: Estimate) -> Iterator[str]:
     if fullest.host_routes:
         each = _node_gib(plan, fullest.host_routes)
         yield f"        main memory for routes (replay.store): {each:,.1f} GiB a node"
+    if fullest.host_sent:
+        each = _node_gib(plan, fullest.host_sent)
+        yield f"        main memory for the weights last sent (rl.engine.delta): {each:,.0f} GiB a node"
     if fullest.host_optimizer:
         each = _node_gib(plan, fullest.host_optimizer)
         yield f"        main memory for the optimizer (optim.offload_fraction): {each:,.0f} GiB a node"

@@ -389,6 +389,9 @@ class VllmConfig(ServedConfig):
     kind: Literal["vllm"] = "vllm"
     transport: Literal["files", "nccl"] = "files"
     """How new weights reach the servers. `files`: files in `transport_dir`. `nccl`: a broadcast between GPUs."""
+    delta: bool = False
+    """Send files with only what has changed in the weights since the last update. Ranks keep the bytes that they sent,
+    and each worker of a server keeps all of them, in main memory."""
 
     @cached_property
     def broadcasts(self) -> bool:

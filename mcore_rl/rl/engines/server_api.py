@@ -348,6 +348,12 @@ class ServerApi(ABC):
         if "start" in self.STEPS:
             self._step("start")
 
+    def take(self, files: Sequence[Mapping[str, str]]) -> Mapping[str, str]:
+        """Let the server keep the bytes of files, of which some are differences to those that it has. Returns why it
+        refuses differences, by the files' names. Raises ServerError if it refuses a file that is none.
+        """
+        raise NotImplementedError(f"{self.KIND} keeps no files")
+
     @abstractmethod
     def load(self, update: Mapping[str, Any]) -> None:
         """Load the tensors of a bucket; `update` is the transport's description of the bucket."""

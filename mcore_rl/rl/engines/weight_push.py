@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import LoraConfig
-from mcore_rl.config.rl.rollout import ServedConfig
+from mcore_rl.config.rl.rollout import ServedConfig, VllmConfig
 from mcore_rl.errors import EngineError
 from mcore_rl.megatron.agree import give_next_word, give_word, on_rank_zero, wait_for_word, world_max
 from mcore_rl.megatron.mesh import Mesh
@@ -38,6 +38,7 @@ from mcore_rl.model.adapters import adapters_in, adapters_off, merge_loss
 from mcore_rl.model.build import gathered, local_shards
 from mcore_rl.model.hf_stream import Bucket, WeightStream
 from mcore_rl.rl.engines.base import Sampling
+from mcore_rl.rl.engines.delta import Differences
 from mcore_rl.rl.engines.fp8_blocks import Fp8Stream
 from mcore_rl.rl.engines.probe import (
     DTYPES,
@@ -74,7 +75,7 @@ class PushReport:
     num_unreached_experts: int
     """Number of experts that too few tokens of the probe reach, so that it cannot verify their weights."""
     num_bytes: int
-    """Size of all weights in bytes."""
+    """Bytes that were sent: of all weights, or of what has changed in them (rl.engine.delta)."""
     largest_bucket_bytes: int
     merge_loss: float | None = None
     """Fraction of the low-rank adapters that is lost to rounding of the merged weights; None if nothing was merged."""
@@ -112,6 +113,7 @@ class WeightPush:
         """Most precise type in which servers have the weights."""
         self._weights: WeightStream | None = None
         """The weights in buckets, planned before the first push for all pushes."""
+        self._differences = Differences() if isinstance(engine, VllmConfig) and engine.delta else None
         self._tolerance = None if engine.probe_tolerance == "auto" else engine.probe_tolerance
         self.make_room: Callable[[], None] = lambda: None
         """Called on all ranks between the trainer's pass over the probe and the first call of a server."""
@@ -138,7 +140,7 @@ class WeightPush:
         watch.lap("pause")
         sizes = Sizes()
         if self._weights is not None and folder is not None:
-            sizes = FileTransport(folder, self._weights).send(sender, watch)
+            sizes = FileTransport(folder, self._weights, self._differences).send(sender, watch)
         elif self._weights is not None and self._engine.broadcasts:
             sizes = self._broadcast(sender, self._weights, watch)
         differences: dict[str, ProbeDifference] = {}
@@ -150,7 +152,10 @@ class WeightPush:
             watch.lap("finish")
             watch.seconds["paused"] += time.perf_counter() - paused_s  # type: ignore[assignment]
             sender.everywhere("probe", lambda server: self._compare(server, ours, differences))
-        return self._report(sender, ours, differences, watch, version=version, merge_loss=lost, **asdict(sizes))
+        report = self._report(sender, ours, differences, watch, version=version, merge_loss=lost, **asdict(sizes))
+        if report.failed and self._differences is not None:
+            self._differences = Differences()  # the next push is whole
+        return report
 
     def _new_folder(self, sender: "Sender | None") -> str | None:
         """Collective over the world: return a new folder for the buckets of a push, which rank 0 has made where servers
@@ -478,6 +483,8 @@ def new_folder(parent: Path) -> Path:
 
 AHEAD = 2
 """Number of files that a rank writes before the servers have loaded the first of them."""
+STOP, WHOLE = "stop", "whole"
+"""Words to a file's writer: nothing more is to be written; a server refuses the difference, and wants the bytes."""
 
 
 class FileTransport:
@@ -486,9 +493,14 @@ class FileTransport:
     A rank that cannot write says so in place of the file: then all servers have failed, and nothing more is written.
     """
 
-    def __init__(self, folder: str, weights: WeightStream) -> None:
-        """Take a folder that ranks and servers see at the same path, and the stream of all ranks."""
+    def __init__(self, folder: str, weights: WeightStream, differences: Differences | None = None) -> None:
+        """Take a folder that ranks and servers see at the same path, the stream of all ranks, and this rank's bytes of
+        the last push if servers get the differences to them.
+        """
         self._folder, self._weights, self._rank = Path(folder), weights, dist.get_rank()
+        self._differences = differences
+        if differences is not None:
+            differences.begin(self._folder.name)
         self._seconds = {part: defaultdict[int, float](float) for part in ("gather", "write", "load")}
         """Seconds of each part, by rank; on rank 0."""
         self._unloaded: deque[str] = deque()
@@ -526,63 +538,94 @@ class FileTransport:
             raise
 
     def _write(self, bucket: str, tensors: dict[str, Tensor], gather_s: float) -> None:
-        """Write this rank's part of a bucket, and describe it to rank 0."""
+        """Write this rank's part of a bucket when there is room for it."""
         while len(self._unloaded) >= AHEAD:
             self._wait_for_load()
+        self._put(bucket, tensors, gather_s)
+        self._unloaded.append(bucket)
+
+    def _put(self, bucket: str, tensors: dict[str, Tensor], gather_s: float = 0.0, *, is_refused: bool = False) -> None:
+        """Write this rank's part of a bucket, and describe it to rank 0."""
         num_bytes, began_s = sum(tensor.nbytes for tensor in tensors.values()), time.perf_counter()
         path = self._folder / bucket.strip(".") / f"{self._rank}.safetensors"
         part: dict[str, Any] = {"bucket": bucket, "rank": self._rank, "gather_s": gather_s, "num_bytes": num_bytes}
         try:
             if not self._is_stopped:
                 path.parent.mkdir(exist_ok=True)
-                part |= {"path": str(path), "crc32": write_tensors(path, tensors)}
+                content: bytes | dict[str, Tensor] = tensors
+                if self._differences is not None:
+                    versions, content = self._differences.file_of(bucket, tensors, is_refused=is_refused)
+                    part |= versions | {"name": f"{bucket} {self._rank}", "num_bytes": _size(content)}
+                part |= {"path": str(path), "crc32": _write_file(path, content)}
         except OSError as error:
             part["error"] = (
                 f"{path}: rank {self._rank} cannot write its part of a bucket, {num_bytes} bytes ({error}). Free space "
                 "there, or name another folder: rl.engine.transport_dir."
             )
         part["write_s"] = time.perf_counter() - began_s
-        self._unloaded.append(bucket)
         give_next_word(self._folder.name, json.dumps(part))
 
     def _wait_for_load(self) -> None:
+        """Wait until the oldest bucket is loaded, or write it anew."""
         bucket = self._unloaded.popleft()
         word = wait_for_word(f"{self._folder.name}/{bucket}/{self._rank}", lambda: self._is_over)
-        self._is_stopped |= word == "stop"
+        self._is_stopped |= word == STOP
+        if word == WHOLE:
+            self._put(bucket, {}, is_refused=True)
+            self._unloaded.appendleft(bucket)
 
     def _load_all(self, sender: Sender) -> Sizes:
         """Let the servers load every bucket when its files are there, on rank 0."""
-        owners, sizes = self._weights.owners, Counter[str]()
-        parts: dict[str, list[dict[str, Any]]] = {bucket: [] for bucket in owners}
+        missing, sizes = {bucket: set(ranks) for bucket, ranks in self._weights.owners.items()}, Counter[str]()
+        parts: dict[str, dict[int, dict[str, Any]]] = {bucket: {} for bucket in missing}
         try:
-            for number in range(1, 1 + sum(map(len, owners.values()))):
+            for number in itertools.count(1):
+                if not missing:
+                    break
                 word = wait_for_word(f"{self._folder.name}/{number}", lambda: self._is_over)
                 if self._is_over:
                     break
                 part = json.loads(word)
-                bucket = part["bucket"]
-                parts[bucket].append(part)
+                bucket, rank = part["bucket"], part["rank"]
+                parts[bucket][rank] = part
+                missing[bucket].discard(rank)
                 sizes[bucket] += part["num_bytes"]
                 for name in ("gather", "write"):
-                    self._seconds[name][part["rank"]] += part[f"{name}_s"]
+                    self._seconds[name][rank] += part[f"{name}_s"]
                 if "error" in part:
                     sender.fail_all(part["error"])
-                if len(parts[bucket]) == len(owners[bucket]):
-                    self._load(sender, bucket, [one for one in parts[bucket] if "path" in one])
-                    for rank in owners[bucket]:
-                        give_word(f"{self._folder.name}/{bucket}/{rank}", "" if sender.living else "stop")
+                if missing[bucket]:
+                    continue
+                if refused := self._load(sender, bucket, parts[bucket]):
+                    missing[bucket] = refused
+                else:
+                    del missing[bucket]
+                for rank in refused or parts[bucket]:
+                    give_word(
+                        f"{self._folder.name}/{bucket}/{rank}", WHOLE if refused else "" if sender.living else STOP
+                    )
         except BaseException:
             self._is_over = True  # nobody on this rank waits for this thread
             raise
         return Sizes(sizes.total(), max(sizes.values(), default=0))
 
-    def _load(self, sender: Sender, bucket: str, parts: Sequence[Mapping[str, Any]]) -> None:
-        began_s = time.perf_counter()
-        update = {"files": [{"path": part["path"], "crc32": part["crc32"]} for part in parts]}
-        if sender.living:
-            sender.everywhere(f"update of {bucket}", lambda server: server.load(update))
-        shutil.rmtree(self._folder / bucket.strip("."), ignore_errors=True)
+    def _load(self, sender: Sender, bucket: str, parts: Mapping[int, Mapping[str, Any]]) -> set[int]:
+        """Let the servers load a bucket by the files of its ranks. Returns the ranks whose differences a server
+        refuses; nothing is loaded then.
+        """
+        began_s, of_file = time.perf_counter(), ("path", "crc32", "name", "version", "base")
+        files = [{key: part[key] for key in of_file if key in part} for part in parts.values() if "path" in part]
+        refused: set[int] = set()
+        if self._differences is not None and sender.living:
+            answers = sender.everywhere(f"files of {bucket}", lambda server: server.take(files))
+            names = set(chain(*answers.values()))
+            refused = {rank for rank, part in parts.items() if part.get("name") in names}
+        if not refused:
+            if sender.living:
+                sender.everywhere(f"update of {bucket}", lambda server: server.load({"files": files}))
+            shutil.rmtree(self._folder / bucket.strip("."), ignore_errors=True)
         self._seconds["load"][0] += time.perf_counter() - began_s
+        return refused
 
 
 BLOCK_BYTES = 1 << 20
@@ -613,6 +656,18 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     path.chmod(0o644)
     return as_hex(crc)
+
+
+def _size(content: bytes | dict[str, Tensor]) -> int:
+    return len(content) if isinstance(content, bytes) else sum(tensor.nbytes for tensor in content.values())
+
+
+def _write_file(path: Path, content: bytes | dict[str, Tensor]) -> str:
+    if not isinstance(content, bytes):
+        return write_tensors(path, content)
+    path.write_bytes(content)
+    path.chmod(0o644)
+    return as_hex(crc32(content))
 
 
 class BroadcastTransport:

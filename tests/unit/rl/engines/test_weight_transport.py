@@ -1,5 +1,6 @@
 """What the transports of weights give to servers: files with checksums, and broadcasts in a group of one push."""
 
+import random
 import re
 import resource
 import zlib
@@ -18,6 +19,10 @@ from torch.distributed import ProcessGroupGloo
 
 from mcore_rl.errors import EngineError
 from mcore_rl.model.hf_stream import Bucket
+from mcore_rl.rl.engines import weight_push
+from mcore_rl.rl.engines.delta import Differences, encoded
+from mcore_rl.rl.engines.server_api import HttpClient
+from mcore_rl.rl.engines.vllm_api import VllmApi
 from mcore_rl.rl.engines.weight_push import (
     BroadcastTransport,
     FileTransport,
@@ -27,6 +32,7 @@ from mcore_rl.rl.engines.weight_push import (
     new_folder,
     write_tensors,
 )
+from tests.fake_server import FakeServer, TableAnswers, file_engine
 
 Update = Callable[[str], Mapping[str, Any]]
 WORKERS = {"http://a:1": 1, "http://b:2": 2}
@@ -189,3 +195,272 @@ def test_an_error_in_the_thread_that_loads_is_raised_and_nobody_waits_for_it(tmp
 
     with pytest.raises(KeyError, match="a mistake of the program"):
         sent(tmp_path, Broken())
+
+
+class Stored(TableAnswers):
+    """The tensors that updates have brought."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: dict[str, Tensor] = {}
+
+    def load(self, update: Mapping[str, Any]) -> None:
+        of_files = (load_file(file["path"]) for file in update.get("files", ()))
+        for found in (update.get("tensors", {}), *of_files):
+            self.tensors |= {name: tensor.clone() for name, tensor in found.items()}
+
+
+class Run:
+    """A trainer whose fp32 weights of std 0.02 take steps of about `lr`, as Adam's are, each in its own direction, and
+    whose servers get them in bf16.
+    """
+
+    def __init__(self, *servers: FakeServer, folder: Path, lr: float = 1e-6, is_delta: bool = True) -> None:
+        times = {"request_timeout_s": 60.0, "update_timeout_s": 60.0}
+        self.apis = [VllmApi(HttpClient(server.url), vocab_size=64, owner=None, **times) for server in servers]
+        self.folder, self.lr, self.differences = folder, lr, Differences() if is_delta else None
+        self.randomize(1)
+        generator = torch.Generator().manual_seed(2)
+        self.directions = {name: adam_like(tensor, generator) for name, tensor in self.masters.items()}
+
+    def randomize(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.masters = {f"model.layers.{i}.w": 0.02 * torch.randn(96, 64, generator=generator) for i in range(4)}
+        self.masters["model.norm.weight"] = 1 + 0.02 * torch.randn(64, generator=generator)
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        return {name: tensor.bfloat16() if tensor.dim() > 1 else tensor for name, tensor in self.masters.items()}
+
+    def push(self) -> tuple[int, dict[str, str]]:
+        """Take a step and push. Returns the bytes that were sent, and the servers that failed."""
+        for name, tensor in self.masters.items():
+            tensor += self.lr * self.directions[name]
+        found = [Bucket(f"{name.removesuffix('w')}", {name: tensor}) for name, tensor in self.weights.items()]
+
+        class Weights:
+            owners = {bucket.name: {0} for bucket in found}  # noqa: RUF012
+
+            def __iter__(self) -> Iterator[Bucket]:
+                return iter(found)
+
+        sender = Sender(self.apis)
+        sender.everywhere("pause", lambda server: server.pause())
+        sender.everywhere("start", lambda server: server.start_update())
+        transport = FileTransport(str(new_folder(self.folder)), Weights(), self.differences)  # type: ignore[arg-type]
+        sizes = transport.send(sender, Stopwatch())
+        sender.everywhere("finish", lambda server: server.finish_update(1))
+        sender.everywhere("resume", lambda server: server.resume())
+        sender.undo()
+        sender.close()
+        assert list(self.folder.iterdir()) == []
+        return sizes.num_bytes, sender.failed
+
+    def assert_arrived(self, *servers: FakeServer) -> None:
+        for server in servers:
+            found: dict[str, Tensor] = server.answers.tensors  # type: ignore[attr-defined]
+            assert found.keys() == self.weights.keys()
+            for name, tensor in self.weights.items():
+                assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def adam_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    signs, sizes = torch.randn(tensor.shape, generator=generator).sign(), torch.randn(tensor.shape, generator=generator)
+    return signs * sizes.abs().clamp(0, 1.5)
+
+
+ALL_BYTES = 4 * 96 * 64 * 2 + 64 * 4
+
+
+@pytest.fixture
+def servers() -> Iterator[tuple[FakeServer, FakeServer]]:
+    with FakeServer(Stored()) as one, FakeServer(Stored()) as other:
+        yield one, other
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_differences_bring_the_same_bits_as_whole_weights(
+    servers: tuple[FakeServer, FakeServer], tmp_path: Path
+) -> None:
+    by_difference, whole = servers
+    runs = Run(by_difference, folder=tmp_path), Run(whole, folder=tmp_path, is_delta=False)
+    sent = []
+    for _ in range(4):
+        sizes, failed = zip(*(run.push() for run in runs), strict=True)
+        assert failed == ({}, {})
+        runs[0].assert_arrived(by_difference, whole)
+        sent.append(sizes)
+    assert sent[0] == (ALL_BYTES, ALL_BYTES), "the first push is whole"
+    for changed, all_bytes in sent[1:]:
+        assert changed < ALL_BYTES / 6 and all_bytes == ALL_BYTES
+    # Differences to what came in another run are of no use any more.
+    assert [kept[0].split()[0] for kept in by_difference.engine.bases._kept.values()] == [
+        runs[0].differences._first
+    ] * 5
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_push_whose_answers_are_lost_applies_each_difference_once(
+    servers: tuple[FakeServer, FakeServer], tmp_path: Path
+) -> None:
+    run = Run(*servers, folder=tmp_path)
+    run.push()
+    for _ in range(2):
+        servers[0].faults = [("/collective_rpc", "close"), ("/collective_rpc", "none"), ("/collective_rpc", "close")]
+        num_bytes, failed = run.push()
+        assert failed == {} and num_bytes < ALL_BYTES / 6 and servers[0].faults == []
+        run.assert_arrived(*servers)
+
+
+def test_a_worker_applies_a_difference_once_and_to_its_version_alone(tmp_path: Path) -> None:
+    bases = file_engine().bases
+    old, new = {"w": torch.randn(4, 6).bfloat16()}, {"w": torch.randn(4, 6).bfloat16()}
+
+    def file(version: str, base: str, data: bytes | None) -> dict[str, str]:
+        path = tmp_path / f"{version}{base}"
+        crc32 = write_tensors(path, dict(old)) if data is None else f"{zlib.crc32(data):08x}"
+        if data is not None:
+            path.write_bytes(data)
+        return {"path": str(path), "crc32": crc32, "name": "x 0", "version": version, "base": base}
+
+    whole, difference = file("run 1", "", None), file("run 2", "run 1", encoded(old, new))
+    later = file("run 4", "run 3", encoded(old, new))
+    assert "version here is none" in bases.take(difference)
+    for _ in range(2):
+        assert bases.take(whole) == ""
+        assert torch.equal(dict(bases.tensors(whole))["w"], old["w"])
+    assert "version here is run 1, and the difference is to run 3" in bases.take(later)
+    for _ in range(2):
+        assert bases.take(difference) == ""
+        assert torch.equal(dict(bases.tensors(difference))["w"], new["w"])
+    with pytest.raises(ValueError, match="here is run 2, and run 1 is to be loaded"):
+        bases.tensors(whole)
+    # Of another run: what is kept is dropped, also of files that do not come again.
+    assert bases.take({**file("other 1", "", None), "name": "y 0"}) == "" and [*bases._kept] == ["y 0"]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_server_that_was_restarted_gets_all_bytes_in_the_same_push(
+    servers: tuple[FakeServer, FakeServer], tmp_path: Path
+) -> None:
+    run = Run(*servers, folder=tmp_path)
+    run.push()
+    run.push()
+    servers[1].engine = None
+    num_bytes, failed = run.push()
+    assert failed == {} and ALL_BYTES < num_bytes < 1.2 * ALL_BYTES, "differences, and then all"
+    run.assert_arrived(*servers)
+    num_bytes, failed = run.push()
+    assert failed == {} and num_bytes < ALL_BYTES / 6
+    run.assert_arrived(*servers)
+    # Each bucket is loaded once, also by the server that had it at once.
+    assert [server.paths().count("/update_weights") for server in servers] == [20, 20]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_run_that_is_resumed_sends_all_bytes_first(servers: tuple[FakeServer, FakeServer], tmp_path: Path) -> None:
+    run = Run(*servers, folder=tmp_path)
+    run.push()
+    resumed = Run(*servers, folder=tmp_path)
+    resumed.randomize(5)
+    assert resumed.push() == (ALL_BYTES, {})
+    resumed.assert_arrived(*servers)
+    # The first run knows nothing of it: what it sends is refused, and then comes whole.
+    num_bytes, failed = run.push()
+    assert failed == {} and num_bytes > ALL_BYTES
+    run.assert_arrived(*servers)
+
+
+def flip(data: bytearray | Tensor, place: int) -> None:
+    data[place] ^= 1
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_damaged_difference_or_base_is_refused_and_the_bytes_come_whole(
+    servers: tuple[FakeServer, FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, writes = Run(*servers, folder=tmp_path), weight_push._write_file
+    run.push()
+    damaged: list[Path] = []
+
+    def write(path: Path, content: bytes | dict[str, Tensor]) -> str:
+        crc32 = writes(path, content)
+        if isinstance(content, bytes) and not damaged:
+            data = bytearray(path.read_bytes())
+            flip(data, len(data) // 2)
+            path.write_bytes(data)
+            damaged.append(path)
+        return crc32
+
+    monkeypatch.setattr(weight_push, "_write_file", write)
+    num_bytes, failed = run.push()
+    assert failed == {} and len(damaged) == 1 and ALL_BYTES / 4 < num_bytes < ALL_BYTES / 2, "one bucket came whole"
+    run.assert_arrived(*servers)
+    # A file that is sound, and a damaged base: the result has not the CRC-32 of the new bytes.
+    _, tensors = servers[0].engine.bases._kept["model.layers.2. 0"]
+    flip(tensors["model.layers.2.w"].view(-1).view(torch.uint8), 77)
+    num_bytes, failed = run.push()
+    assert failed == {} and ALL_BYTES / 4 < num_bytes < ALL_BYTES / 2
+    run.assert_arrived(*servers)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_file_that_is_damaged_also_when_it_is_whole_fails_the_server(
+    servers: tuple[FakeServer, FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, writes = Run(servers[0], folder=tmp_path), weight_push._write_file
+    monkeypatch.setattr(weight_push, "_write_file", lambda path, content: writes(path, content)[::-1])
+    _, failed = run.push()
+    assert re.search(r"cannot keep /.*/0.safetensors: ValueError.*has the CRC-32", failed[servers[0].url])
+    monkeypatch.undo()
+    assert run.push()[1] == {}
+    run.assert_arrived(servers[0])
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_bucket_of_which_more_than_half_would_be_sent_goes_whole(
+    servers: tuple[FakeServer, FakeServer], tmp_path: Path
+) -> None:
+    run = Run(*servers, folder=tmp_path)
+    run.push()
+    run.randomize(9)
+    assert run.push() == (ALL_BYTES, {})
+    run.assert_arrived(*servers)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("one_rank")
+def test_fifty_pushes_with_faults_of_all_kinds_end_with_the_trainers_bits(
+    servers: tuple[FakeServer, FakeServer], tmp_path: Path
+) -> None:
+    run, chance = Run(*servers, folder=tmp_path), random.Random(1)
+    for _ in range(50):
+        one = servers[chance.randrange(2)]
+        match chance.randrange(6) if one.engine is not None else 0:
+            case 1:
+                one.faults = [("/collective_rpc", "none")] * chance.randrange(5) + [("/collective_rpc", "close")]
+            case 2:
+                one.engine = None
+            case 3:
+                kept = chance.choice([*one.engine.bases._kept.values()])
+                flip(next(iter(kept[1].values())).view(-1).view(torch.uint8), chance.randrange(64))
+            case 4:
+                one.engine.bases._kept.pop(chance.choice([*one.engine.bases._kept]))
+            case 5:
+                run.differences = Differences()
+        assert run.push()[1] == {}
+        run.assert_arrived(*servers)
+
+
+@pytest.mark.parametrize(
+    ("lr", "num_steps", "changed", "most"),
+    [(1e-6, 1, 0.032, 0.05), (1e-6, 8, 0.16, 0.14), (1e-5, 1, 0.19, 0.16), (1e-5, 8, 0.64, 0.32)],
+)
+def test_after_steps_of_adam_few_bytes_are_different(lr: float, num_steps: int, changed: float, most: float) -> None:
+    """Weights of std 0.02 in bf16; the fractions of values that change are of an independent measurement."""
+    generator = torch.Generator().manual_seed(1)
+    master = 0.02 * torch.randn(1024, 1024, generator=generator)
+    old, new = master.bfloat16(), (master + num_steps * lr * adam_like(master, generator)).bfloat16()
+    found = (old.view(torch.int16) != new.view(torch.int16)).double().mean()
+    assert found == pytest.approx(changed, rel=0.05)
+    assert len(encoded({"w": old}, {"w": new})) < most * new.nbytes
