@@ -1,6 +1,6 @@
 """Loaded inside vLLM's workers: two weight-transfer backends for vLLM's public registry, on CPUs and GPUs.
 
-It imports nothing of this package, and needs vLLM and safetensors alone. The folder above has to be on PYTHONPATH:
+It imports nothing of this package, and needs vLLM and what that needs alone. The folder above has to be on PYTHONPATH:
 
     --worker-extension-cls mcore_rl.vllm_worker.Extension --weight-transfer-config '{"backend": "mcore_files"}'
 """
@@ -18,6 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
@@ -186,9 +187,9 @@ def changed(file: Mapping[str, str], old: Mapping[str, Tensor]) -> dict[str, Ten
 
     def new(entry: dict[str, Any], begin: int) -> tuple[str, Tensor]:
         name, dtype = entry["name"], getattr(torch, entry["dtype"])
-        planes = bytearray(zlib.decompress(data[begin : begin + entry["size"]]))
-        changes_N = torch.frombuffer(planes, dtype=torch.uint8).view(dtype.itemsize, -1).T.reshape(-1)
-        bytes_N = old[name].view(-1).view(torch.uint8) ^ changes_N
+        planes = np.frombuffer(zlib.decompress(data[begin : begin + entry["size"]]), np.uint8)
+        changes = np.array(planes.reshape(dtype.itemsize, -1).T, order="C")
+        bytes_N = old[name].view(-1).view(torch.uint8) ^ torch.from_numpy(changes).view(-1)
         if (found := f"{zlib.crc32(bytes_N.numpy().data):08x}") != entry["crc32"]:
             raise ValueError(f"{name} has the CRC-32 {found} with its difference, the trainer's has {entry['crc32']}")
         return name, bytes_N.view(dtype).view(entry["shape"])

@@ -18,11 +18,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, Protocol
-from unittest.mock import MagicMock, patch
+from unittest.mock import MagicMock
 from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
@@ -32,30 +33,42 @@ TABLE = runpy.run_path(str(Path(__file__).parents[1] / "mcore_rl/rl/engines/prot
 """By its file: as a program, the server has on its path what vLLM's workers have, which is not the package."""
 PROTOCOLS, REQUIRED, DIES, SWALLOWED = (TABLE[name] for name in ("PROTOCOLS", "REQUIRED", "DIES", "SWALLOWED"))
 TAGS = {"vllm": ("weights", "kv_cache"), "sglang": ("weights", "kv_cache", "cuda_graph")}
-OF_API_PROCESS = ("/health", "/version", "/model_info")
+OF_API_PROCESS = ("/health", "/version", "/model_info", "/metrics", "/v1/loads")
 """Paths that answer while the engine hangs."""
 
 
-def file_engine() -> Any:
-    """The engine of files in a worker of vLLM, of mcore_rl/vllm_worker.py with stubs in the place of vLLM."""
+LOADING = threading.Lock()
+
+
+@cache
+def worker_module() -> dict[str, Any]:
+    """Members of mcore_rl/vllm_worker.py, in which stubs stand for vLLM's code."""
 
     class Generic:
         def __class_getitem__(cls, item: object) -> type:
             return cls
 
-    base = MagicMock(WeightTransferUpdateInfo=object, WeightTransferInitInfo=object, WeightTransferEngine=Generic)
-    names = ("vllm.distributed.weight_transfer.factory", "vllm.model_executor.model_loader.reload")
-    stubs: dict[str, Any] = {name: MagicMock() for name in names}
-    for name in [*names]:
-        for end in range(name.count(".")):
-            package = ".".join(name.split(".")[: end + 1])
-            stubs[package] = ModuleType(package)
-    stubs["vllm.distributed.weight_transfer"].base = base
-    with patch.dict(sys.modules, stubs):
-        path = Path(__file__).parents[1] / "mcore_rl/vllm_worker.py"
-        found = runpy.run_path(str(path), run_name="vllm_worker")
-    engine = found["FileEngine"].__new__(found["FileEngine"])
-    engine.device, engine.extension = "cpu", found["Extension"]
+    transfer = "vllm.distributed.weight_transfer"
+    stubs: dict[str, Any] = {name: ModuleType(name) for name in ("vllm", "vllm.distributed", transfer)}
+    stubs |= {name: ModuleType(name) for name in ("vllm.model_executor", "vllm.model_executor.model_loader")}
+    stubs |= {f"{transfer}.factory": MagicMock(), "vllm.model_executor.model_loader.reload": MagicMock()}
+    stubs[transfer].base = MagicMock(  # type: ignore[attr-defined]
+        WeightTransferUpdateInfo=object, WeightTransferInitInfo=object, WeightTransferEngine=Generic
+    )
+    sys.modules.update(stubs)
+    try:
+        return runpy.run_path(str(Path(__file__).parents[1] / "mcore_rl/vllm_worker.py"), run_name="vllm_worker")
+    finally:
+        for name in stubs:
+            del sys.modules[name]
+
+
+def file_engine() -> Any:
+    """The engine of files in a worker of vLLM, which keeps none yet."""
+    with LOADING:
+        members = worker_module()
+    engine = members["FileEngine"].__new__(members["FileEngine"])
+    engine.device, engine.extension = "cpu", members["Extension"]
     return engine
 
 
@@ -188,6 +201,8 @@ class FakeServer:
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     with_query: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     version: str = "default"
+    queue: Callable[["FakeServer"], tuple[int, int]] | None = None
+    """Tells how many requests it computes and how many wait; None: the server does not say."""
     tokens_before_pause: int = 0
     """Tokens that a request has when it meets a pause. They keep their logprobs, and go through the model once more
     after it, as prompts do: their routes are those of the weights that are there then. A request that has all of its
@@ -357,6 +372,16 @@ class FakeServer:
             if path == "/tokenize":
                 return {"tokens": self.tokenizer.encode(values["prompt"])}
             return {{"vllm": "prompt", "sglang": "text"}[self.kind]: self.tokenizer.decode(values["tokens"])}
+        if path in ("/metrics", "/v1/loads"):
+            if self.queue is None:
+                return Refusal(404, "Not Found")
+            running, waiting = self.queue(self)
+            if self.kind == "sglang":
+                return {"loads": [{"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": waiting}]}
+            labels = '{engine="0",model_name="policy"}'
+            lines = (f"vllm:num_requests_{n}{labels} {c:.1f}" for n, c in (("running", running), ("waiting", waiting)))
+            other = f'vllm:num_requests_waiting_by_reason{{reason="capacity"}} {waiting:.1f}'
+            return "\n".join(("# TYPE vllm:num_requests_running gauge", *lines, other, ""))
         if path in ("/version", "/server_info"):
             return {"version": self.software or SOFTWARE[self.kind], "tp_size": 1, "pp_size": 1}
         if path in ("/weight_info", "/model_info"):

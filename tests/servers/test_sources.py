@@ -58,6 +58,13 @@ def routes_in(folder: Path) -> dict[str, ast.AsyncFunctionDef]:
                 path, name = node.args[0], ast.unparse(node.args[1])
                 if isinstance(path, ast.Constant) and name in functions:
                     found.setdefault(str(path.value), functions[name])
+            if (
+                isinstance(node, ast.Call)
+                and ast.unparse(node.func) == "Mount"
+                and isinstance(node.args[0], ast.Constant)
+            ):
+                (function,) = ast.parse("async def mounted(): ...").body
+                found.setdefault(str(node.args[0].value), function)  # type: ignore[arg-type]
     return found
 
 

@@ -320,7 +320,8 @@ class ServersConfig(EngineConfig):
     max_model_len: PositiveInt | Literal["auto"] = "auto"
     """Maximum tokens of prompt and completion together that a server accepts; `auto`: those of the longest sample."""
     requests: PositiveInt = 256
-    """Maximum number of completions that each replica of the trained model requests from servers at a time."""
+    """Maximum number of completions that each replica of the trained model requests from servers at a time; fewer while
+    more than a tenth of the requests on the servers wait there."""
     attempts: PositiveInt = 3
     """Number of attempts per completion, each on a server that has not failed it yet, if there is any."""
     min_servers: PositiveInt = 1

@@ -59,8 +59,9 @@ def encoded(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> bytes:
 
     def piece(name: str) -> tuple[dict[str, Any], bytes]:
         tensor, bytes_N = new[name], _bytes(new[name])
-        planes_PN = (bytes_N ^ _bytes(old[name])).view(-1, tensor.element_size()).T.contiguous()
-        data = compress(planes_PN.view(-1).numpy().data, 1)
+        # numpy's transposition of bytes is ten times as fast as torch's.
+        planes_PN = (bytes_N ^ _bytes(old[name])).numpy().reshape(-1, tensor.element_size()).T
+        data = compress(planes_PN.tobytes(), 1)
         entry = {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
         return {**entry, "crc32": as_hex(crc32(bytes_N.numpy().data)), "size": len(data)}, data
 

@@ -58,6 +58,8 @@ STOP_LOOK_S = 0.2
 LOOK_S, MOST_SILENT = 5.0, 2
 """Seconds between two looks at servers with requests in progress, and the number of looks at a silent one after which
 its requests are asked of others."""
+MOST_WAITING = 0.1
+"""Fraction of the requests on servers above which fewer are asked at a time."""
 SHARE = 1.25
 """Limit on a server's requests in progress, as a multiple of the mean; beyond it a prompt goes to the least busy
 server."""
@@ -76,6 +78,8 @@ class _State:
     """Number of requests in progress, by server."""
     open_requests: dict[str, str] = field(default_factory=dict)
     """Server of each request in progress, by the request's name."""
+    most_requests: int = 1
+    """Number of requests that may be in progress."""
     num_retries: int = 0
     is_updating: bool = False
     is_stopped: bool = False
@@ -119,7 +123,7 @@ class ServedEngine:
         # same version, and a cache tier that a reset does not reach may still have their keys, values and routes.
         self._salt = salt or secrets.token_hex(4)
         self._apis: dict[str, ServerApi] = {}
-        self._state = _State()
+        self._state = _State(most_requests=config.requests)
         if fleet is not None:
             fleet.api_at, fleet.refuse_stop = self._api_at, self._refuse_stop
         self._pool = ThreadPoolExecutor(config.requests, "server_request") if self.asks else None
@@ -396,10 +400,26 @@ class ServedEngine:
                 urls = set() if state.is_updating else set(state.open_requests.values())
             with ThreadPoolExecutor(max(1, len(urls))) as pool:
                 healthy = dict(zip(urls, pool.map(lambda url: self._api_at(url).is_healthy(), urls), strict=True))
+                queues = [*pool.map(lambda url: self._api_at(url).queue(), filter(healthy.get, urls))]
+            self._follow([queue for queue in queues if queue is not None])
             silent = Counter({url: silent[url] + 1 for url in urls if not healthy[url]})
             for url in silent:
                 if silent[url] >= MOST_SILENT:
                     self._api_at(url).cut()
+
+    def _follow(self, queues: Sequence[tuple[int, int]]) -> None:
+        """Let fewer requests be in progress if too many on servers wait, and more, up to rl.engine.requests, if none
+        does. A queue has the requests of a server that are computed, and that wait; without any nothing changes.
+        """
+        state, waiting = self._state, sum(queue[1] for queue in queues)
+        with state.lock:
+            num_open, most = len(state.open_requests), state.most_requests
+            # More than the limit are still in progress after it was lowered: it has not had its effect yet.
+            if waiting > MOST_WAITING * sum(map(sum, queues)) and num_open <= most:
+                state.most_requests = max(1, num_open // 2)
+            elif queues and not waiting:
+                state.most_requests = min(self._config.requests, most + max(1, most // 4))
+                state.lock.notify_all()
 
     def _drop(self, known: Set[str]) -> None:
         """Send no further requests to servers that are not `known` any more; those in progress go on."""
@@ -496,6 +516,9 @@ class ServedEngine:
     def _in_progress(self, name: str, server: str) -> Iterator[None]:
         state = self._state
         with state.lock:
+            state.lock.wait_for(
+                lambda: len(state.open_requests) < state.most_requests or state.is_closed or state.is_stopped
+            )
             if state.is_closed or state.is_stopped:
                 state.running[server] -= 1
                 self._refuse_stop()

@@ -65,9 +65,10 @@ class HttpClient:
         text = self._call("POST", path, body or {}, timeout_s)
         return self._json(path, text) if is_json else text.decode(errors="replace")
 
-    def get(self, path: str, *, timeout_s: float) -> Any:
-        """Send a GET request. Returns the answer's JSON, None if it is empty. Raises ServerError as `post` does."""
-        return self._json(path, self._call("GET", path, None, timeout_s))
+    def get(self, path: str, *, timeout_s: float, is_json: bool = True) -> Any:
+        """Send a GET request. Returns what `post` does. Raises ServerError as `post` does."""
+        text = self._call("GET", path, None, timeout_s)
+        return self._json(path, text) if is_json else text.decode(errors="replace")
 
     def _json(self, path: str, text: bytes) -> Any:
         try:
@@ -449,6 +450,18 @@ class ServerApi(ABC):
             return False
         return True
 
+    def queue(self) -> tuple[int, int] | None:
+        """Return how many requests the server computes, and how many wait there; None if it does not say so."""
+        try:
+            with self._reading("load"):
+                return self._queue(self._step("queue", limit_s=HEALTH_S))
+        except ServerError:
+            return None
+
+    @abstractmethod
+    def _queue(self, answer: Any) -> tuple[int, int] | None:
+        """Return the numbers of `queue` in an answer."""
+
     def is_ours(self, owner: Owner, *, is_first: bool = False) -> bool:
         """Return whether the server is of this start of a run (`owns`). Raises TakenError if it is another run's."""
         return owns(self.url, str(self._told("weights", "weight_version")), owner, is_first=is_first)
@@ -497,7 +510,7 @@ class ServerApi(ABC):
         for name, allowed in call.values.items():
             assert fields.get(name, call.fields[name]) in allowed, (path, name, allowed)
         if call.place == "get":
-            return self._http.get(path, timeout_s=limit_s)
+            return self._http.get(path, timeout_s=limit_s, is_json=call.answer != "text")
         where = path
         if call.place == "query" and fields:
             texts = {name: value if isinstance(value, tuple) else str(value).lower() for name, value in fields.items()}

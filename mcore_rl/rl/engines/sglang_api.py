@@ -32,6 +32,7 @@ class SglangApi(ServerApi):
         "health": ("/server_info", {}),
         "weights": ("/model_info", {}),
         "software": ("/server_info", {}),
+        "queue": ("/v1/loads", {}),
         # Requests keep their tokens, and their keys and values are recomputed: only so can the caches be flushed.
         "pause": ("/pause_generation", {"mode": "retract"}),
         # No start: a call that loads a file restores and post-processes weights by itself, and within a session they
@@ -79,6 +80,11 @@ class SglangApi(ServerApi):
     def world_size(self) -> int:
         """Return the number of the server's workers."""
         return int(self._told("software", "tp_size")) * int(self._told("software", "pp_size"))
+
+    def _queue(self, answer: Any) -> tuple[int, int] | None:
+        of_engines = answer["loads"]
+        running, waiting = (sum(one[f"num_{what}_reqs"] for one in of_engines) for what in ("running", "waiting"))
+        return int(running), int(waiting)
 
     def _own_fields(self, adapter: str | None, *, with_routes: bool) -> dict[str, Any]:
         named = {} if adapter is None else {"lora_path": adapter}

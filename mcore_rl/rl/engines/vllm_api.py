@@ -4,6 +4,7 @@ import base64
 import binascii
 import io
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -12,6 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_rl.rl.engines.server_api import HEALTH_S, Answered, ServerApi, ServerError
+
+QUEUE = re.compile(r"^vllm:num_requests_(running|waiting)(?:\{.*\})? (\S+)$", re.MULTILINE)
+"""Lines of /metrics with the numbers of requests."""
 
 
 class VllmApi(ServerApi):
@@ -31,6 +35,7 @@ class VllmApi(ServerApi):
         "health": ("/weight_info", {}),
         "weights": ("/weight_info", {}),
         "software": ("/version", {}),
+        "queue": ("/metrics", {}),
         "workers": ("/get_world_size", {}),
         "pause": ("/pause", {"mode": "keep", "clear_cache": False}),
         "start": ("/start_weight_update", {}),
@@ -88,6 +93,12 @@ class VllmApi(ServerApi):
     def world_size(self) -> int:
         """Return the number of the server's workers."""
         return int(self._told("workers", "world_size"))
+
+    def _queue(self, answer: Any) -> tuple[int, int] | None:
+        numbers: dict[str, float] = {}
+        for name, number in QUEUE.findall(answer):  # a line for each data-parallel engine
+            numbers[name] = numbers.get(name, 0.0) + float(number)
+        return None if len(numbers) < 2 else (int(numbers["running"]), int(numbers["waiting"]))
 
     def _own_fields(self, adapter: str | None, *, with_routes: bool) -> dict[str, Any]:
         return {"model": adapter or self._model_name}

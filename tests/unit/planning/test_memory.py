@@ -468,6 +468,9 @@ def test_servers_of_adapters_keep_their_base_in_main_memory_and_parts_of_a_serve
     adapters = ("rl.engine.lora=adapter", "lora.rank=16", "rl.engine.base_model=base")
     merged, kept = shared("lora.rank=16"), shared(*adapters)
     assert kept.host - merged.host == kept.server.weights
+    # The weights last sent: once over all ranks, and once for each worker of a server, of which each GPU has one.
+    sent = shared("rl.engine.delta=true").host_sent
+    assert merged.host_sent == 0 and sent == pytest.approx(30.53e9 * 2 * (1 / 16 + 1), rel=0.01)
     one = shared("rl.engine.tensor_parallel=8")
     assert one.server.weights == merged.server.weights // 2
     assert one.server.token == merged.server.token  # the four heads are there twice

@@ -453,6 +453,70 @@ def test_requests_of_a_server_whose_engine_hangs_go_to_another_one_in_seconds(
         assert len(events) == 1 and events[0].startswith(f"{ours.servers[0].url} is lost")
 
 
+@pytest.mark.parametrize("kind", APIS)
+def test_requests_in_progress_follow_the_queues_that_servers_report(kind: str, one_rank: Mesh, tmp_path: Path) -> None:
+    """Of what is in progress a server computes three at a time: six for both."""
+    with served(one_rank, tmp_path, kind, requests=16) as ours:
+        engine, state = ours.engine, ours.engine._state
+        apis = [engine._api_at(server.url) for server in ours.servers]
+        assert [api.queue() for api in apis] == [None, None]
+
+        def follow(num_open: int) -> int:
+            state.open_requests = {str(number): "" for number in range(num_open)}
+            each = num_open // 2
+            for server in ours.servers:
+                server.queue = lambda _: (min(each, 3), max(0, each - 3))
+            engine._follow([queue for api in apis if (queue := api.queue()) is not None])
+            return state.most_requests
+
+        assert apis[0].queue() is None
+        assert follow(16) == 8 and apis[0].queue() == (3, 5)
+        assert follow(12) == 8, "more are in progress than may be: the limit has had no effect yet"
+        assert follow(8) == 4
+        assert [follow(4) for _ in range(9)] == [5, 6, 7, 8, 10, 12, 15, 16, 16]
+        for server in ours.servers:
+            server.queue = lambda _: (10, 1)
+        engine._follow([api.queue() for api in apis])  # type: ignore[misc]
+        assert state.most_requests == 16, "a tenth or less waits"
+        assert [follow(16), follow(8)] == [8, 4]
+        for server in ours.servers:
+            server.queue = lambda _: (0, 5)
+        for _ in range(4):
+            state.open_requests = {"0": ""}
+            engine._follow([api.queue() for api in apis])  # type: ignore[misc]
+            assert state.most_requests == 1, "never 0"
+        state.open_requests = {}
+
+
+def test_requests_beyond_the_limit_wait_and_all_are_answered(
+    one_rank: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mcore_rl.rl.engines.served.LOOK_S", 0.05)
+    one_token = replace(EIGHT, max_new_tokens=1)
+    prompts = [prompt_of((1, number), f"p{number}") for number in range(24)]
+
+    def asked(ours: Served) -> int:
+        """The largest number of requests in progress."""
+        found: list[int] = []
+        for server in ours.servers:
+            server.before_answer = lambda _: found.append(len(ours.engine._state.open_requests))
+        groups = ours.engine.generate(prompts, one_token, [[1]] * 24)
+        assert len(groups) == 24
+        return max(found)
+
+    with served(one_rank, tmp_path, requests=8) as ours:
+        ours.engine._state.most_requests = 2
+        assert asked(ours) <= 2 and ours.engine._state.most_requests == 2, "no server says how many wait"
+        for server in ours.servers:
+            server.queue = lambda fake: (fake.num_open, 0)
+            server.delay_s = 0.1
+        asked(ours)
+        deadline = time.monotonic() + 60
+        while ours.engine._state.most_requests < 8:
+            assert time.monotonic() < deadline
+            asked(ours)
+
+
 @pytest.mark.full
 def test_a_server_that_another_run_takes_is_lost_at_its_next_answer(one_rank: Mesh, tmp_path: Path) -> None:
     others = Owner("44444444", "/runs/b").version(0)

@@ -26,6 +26,7 @@ from mcore_rl.rl.engines.weight_push import PushReport, WeightPush
 from mcore_rl.rl.sampling import Cut
 from mcore_rl.rl.types import VersionSpan
 from mcore_rl.storage.checksums import crc32_of
+from tests.fake_server import file_engine
 from tests.hf_weights import to_global
 from tests.sections import engine_config
 from tests.tiny_models import TINY
@@ -54,10 +55,11 @@ class ModelServer:
         )
         """Logprobs that it reports of sampled tokens, from the logits that predict them."""
         self.calls: list[str] = []
-        self.undone = 0
+        self.undone = self.takings = 0
         self.takes: Callable[[str], bool] = lambda name: True
         self.fails_at: str | None = None
         self._logits = logits
+        self.engine = file_engine()
 
     def _call(self, name: str) -> None:
         if name != self.calls[-1:] or name == "load":
@@ -75,7 +77,13 @@ class ModelServer:
         self._call("load")
         for file in update["files"]:
             assert crc32_of(Path(file["path"])) == file["crc32"]
-            self.weights |= {name: tensor for name, tensor in load_file(file["path"]).items() if self.takes(name)}
+            tensors = dict(self.engine.bases.tensors(file)) if "version" in file else load_file(file["path"])
+            self.weights |= {name: tensor for name, tensor in tensors.items() if self.takes(name)}
+
+    def take(self, files: Sequence[Mapping[str, str]]) -> Mapping[str, str]:
+        self.takings += 1
+        found = {file["name"]: self.engine.bases.take(file) for file in files}
+        return {name: why for name, why in found.items() if why}
 
     def finish_update(self, version: int) -> None:
         self._call(f"finish {version}")
@@ -221,6 +229,34 @@ def test_a_push_gives_servers_every_tensor_in_the_order_of_calls_that_keeps_them
     layers = [name for name in served.new if bucket_of(name) == "model.layers.0."]
     assert report.largest_bucket_bytes == sum(served.new[name].nbytes for name in layers)
     assert report.num_bytes == sum(tensor.nbytes for tensor in served.new.values())
+
+
+@pytest.mark.full
+def test_with_delta_a_push_has_the_differences_and_after_a_failed_one_all_bytes(
+    one_rank: Mesh, tmp_path: Path
+) -> None:
+    served = Served(MODEL, one_rank)
+    server = served.server()
+    settings = engine_config(kind="vllm", urls=(server.url,), delta=True, transport_dir=str(tmp_path))
+    push = WeightPush([server], served.chunks, one_rank, MODEL, settings, Sampling(max_new_tokens=5, cut=SAMPLED))  # type: ignore[list-item]
+    whole = sum(tensor.nbytes for tensor in served.new.values())
+
+    def step() -> PushReport:
+        with torch.no_grad():
+            for shard in local_shards(served.chunks):
+                shard.data[..., 0] *= 1.001
+        return push.push(7)
+
+    reports = [step(), step()]
+    assert [report.living for report in reports] == [(server.url,)] * 2
+    assert reports[0].num_bytes == whole and reports[1].num_bytes < whole / 2
+    server.fails_at = "start"
+    assert step().living == ()
+    server.fails_at = None
+    last = step()
+    assert last.living == (server.url,) and last.num_bytes == whole and server.takings == 3 * UPDATE.count("load")
+    wanted = hf_weights(served.chunks, one_rank, MODEL)
+    assert all(torch.equal(server.weights[name], wanted[name]) for name in wanted)
 
 
 @pytest.mark.full
