@@ -5,7 +5,6 @@ It imports nothing of this package, and needs vLLM and what that needs alone. Th
     --worker-extension-cls mcore_rl.vllm_worker.Extension --weight-transfer-config '{"backend": "mcore_files"}'
 """
 
-import itertools
 import json
 import struct
 import zlib
@@ -151,12 +150,12 @@ class Bases:
             return f"the version here is {has or 'none'}, and the difference is to {base}"
         try:
             # Copies: a file's tensors may be its pages, and it is deleted.
-            whole = () if base else read_tensors(file["path"], file["crc32"])
-            read = changed(file, old) if base else {tensor: data.clone() for tensor, data in whole}
+            read = {tensor: data.clone() for tensor, data in read_tensors(file["path"], file["crc32"])}
+            new = changed(old, read) if base else read
         except (OSError, ValueError, KeyError, zlib.error) as error:
             return repr(error)
         # Only now, as every CRC-32 was right: a second call would find the version, and do nothing.
-        self._kept[name] = version, read
+        self._kept[name] = version, new
         return ""
 
     def tensors(self, file: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
@@ -169,33 +168,31 @@ class Bases:
 
 def read_tensors(path: str, crc: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a safetensors file. Raises ValueError if it has another CRC-32."""
-    check(path, crc)
+    if (found := checksum(Path(path))) != crc:
+        raise ValueError(
+            f"{path} has the CRC-32 {found}, the trainer wrote {crc}: it is damaged, or another file here than there."
+        )
     with safe_open(path, "pt") as file:
         for name in file.keys():  # noqa: SIM118  # safetensors' files are no dicts
             yield name, file.get_tensor(name)
 
 
-def changed(file: Mapping[str, str], old: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return new tensors, from old ones and a file of differences. Raises ValueError if the CRC-32 of the file or of a
-    new tensor is not the trainer's.
+def changed(old: Mapping[str, Tensor], differences: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return new tensors, from old ones and differences as `mcore_rl.rl.engines.delta.difference` makes them. Raises
+    ValueError if the CRC-32 of a result is not the trainer's.
     """
-    check(file["path"], file["crc32"])
-    data = memoryview(Path(file["path"]).read_bytes())
-    start = 8 + struct.unpack_from("<Q", data)[0]
-    entries = json.loads(bytes(data[8:start]))
-    ends = itertools.accumulate((entry["size"] for entry in entries), initial=start)
 
-    def new(entry: dict[str, Any], begin: int) -> tuple[str, Tensor]:
-        name, dtype = entry["name"], getattr(torch, entry["dtype"])
-        planes = np.frombuffer(zlib.decompress(data[begin : begin + entry["size"]]), np.uint8)
-        changes = np.array(planes.reshape(dtype.itemsize, -1).T, order="C")
-        bytes_N = old[name].view(-1).view(torch.uint8) ^ torch.from_numpy(changes).view(-1)
-        if (found := f"{zlib.crc32(bytes_N.numpy().data):08x}") != entry["crc32"]:
-            raise ValueError(f"{name} has the CRC-32 {found} with its difference, the trainer's has {entry['crc32']}")
-        return name, bytes_N.view(dtype).view(entry["shape"])
+    def new(name: str) -> Tensor:
+        tensor, data = old[name], differences[name].numpy().tobytes()
+        planes = np.frombuffer(zlib.decompress(data[4:]), np.uint8).reshape(tensor.element_size(), -1)
+        changes_N = torch.from_numpy(np.array(planes.T, order="C")).view(-1)
+        bytes_N = tensor.view(-1).view(torch.uint8) ^ changes_N
+        if struct.pack("<I", zlib.crc32(bytes_N.numpy().data)) != data[:4]:
+            raise ValueError(f"{name} does not have the trainer's CRC-32 with its difference")
+        return bytes_N.view(tensor.dtype).view(tensor.shape)
 
     with ThreadPoolExecutor() as pool:
-        return dict(pool.map(new, entries, ends))
+        return dict(zip(differences, pool.map(new, differences), strict=True))
 
 
 class BroadcastEngine(ReloadEngine):
@@ -220,14 +217,6 @@ class BroadcastEngine(ReloadEngine):
             tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
             broadcast(self._group, tensor)
             yield name, tensor
-
-
-def check(path: str, crc: str) -> None:
-    """Raise ValueError if a file has another CRC-32."""
-    if (found := checksum(Path(path))) != crc:
-        raise ValueError(
-            f"{path} has the CRC-32 {found}, the trainer wrote {crc}: it is damaged, or another file here than there."
-        )
 
 
 def checksum(file: Path) -> str:

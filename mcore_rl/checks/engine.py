@@ -161,12 +161,8 @@ def _servers(engine: ServedConfig) -> Iterator[str]:
         (engine.lora == "adapter" and not engine.is_started, "base_model", at_urls),
     )
     if isinstance(engine, VllmConfig):
-        yield from unused(
-            "rl.engine",
-            engine,
-            (engine.broadcasts, "delta", 'rl.engine.transport="nccl"'),
-            (engine.lora == "adapter", "delta", 'rl.engine.lora="adapter"'),
-        )
+        cause = 'rl.engine.transport="nccl" and with rl.engine.lora="adapter"'
+        yield from unused("rl.engine", engine, (engine.broadcasts or engine.lora == "adapter", "delta", cause))
     own_arguments = OWN_ARGUMENTS | (SHARED_ARGUMENTS if engine.share_gpus else frozenset())
     if own := [argument for argument in engine.args if argument.split("=")[0] in own_arguments]:
         yield (

@@ -351,7 +351,7 @@ class StageMemory:
                 if model.on_ranks.on_host
             )
             + (server.weights if server is not None and server.keeps_weights else 0),
-            host_sent=0 if rollouts is None else self._sent(rollouts, stage, server),
+            host_sent=0 if rollouts is None else self._sent(rollouts, server),
             rollout_models=0 if rollouts is None else lasting,
             scoring_models=0 if rollouts is None else lasting + max(visitors),
             saving_models=always
@@ -441,15 +441,13 @@ class StageMemory:
         written = 0 if engine.broadcasts else layer * (1 if engine.in_fp8 else self.layer.element)
         return max(layer, vocabulary) * self.layer.element + written
 
-    def _sent(self, rollouts: Rollouts, stage: int, server: SharedServer | None) -> int:
-        # The ranks of a stage keep what they write between them, and each worker of a server all weights.
-        engine, model, mesh = rollouts.engine, self.training.model, self.training.mesh
+    def _sent(self, rollouts: Rollouts, server: SharedServer | None) -> int:
+        # The ranks keep what they write between them, and each worker of a server all weights.
+        engine, training = rollouts.engine, self.training
         if not isinstance(engine, VllmConfig) or not engine.delta:
             return 0
-        kinds = self.layout.kinds[stage].items()
-        layers = sum(counts.layer_weights(model, MeshConfig(), kind).total * count for kind, count in kinds)
-        vocabulary = model.vocab_size * model.hidden_size * ((stage == 0) + (stage == mesh.pp - 1))
-        share = (layers + vocabulary) * self.layer.element * mesh.pp // self.training.world_size
+        (whole,) = counts.weights_by_stage(training.model, MeshConfig())
+        share = whole.total * self.layer.element // training.world_size
         return share + (0 if server is None else server.weights * server.gpus)
 
     def _activations(self, stage: int) -> tuple[int, int]:

@@ -1,25 +1,21 @@
 """Files of what has changed in weights since the last push (`rl.engine.delta`), for servers that keep its bytes.
 
-A file names the version of the bytes that it makes, and the version that it is a difference to; one without it has the
-bytes themselves. A server applies a difference to that version alone, once, and keeps the result only if it has the
-trainer's CRC-32 (`vllm_worker.Bases`); what a server refuses goes whole.
+A file names the version of the bytes that it makes, and the version that it is a difference to (none: it has the bytes
+themselves). A server applies it to that version alone, once, and keeps the result only if it has the trainer's CRC-32
+(`vllm_worker.Bases`); what a server refuses goes whole.
 """
 
-import json
 import struct
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from mcore_rl.storage.checksums import as_hex, compress, crc32
+from mcore_rl.storage.checksums import compress, crc32
 
-MOST = 0.5
-"""Largest size of a difference, as a fraction of the bytes; a larger one goes whole."""
-THREADS = 4
-"""Threads of a rank that compress tensors."""
+MOST, THREADS = 0.5, 4
+"""Largest size of a difference, as a fraction of the bytes; and threads of a rank that compress tensors."""
 
 
 class Differences:
@@ -27,48 +23,44 @@ class Differences:
 
     def __init__(self) -> None:
         self._kept: dict[str, tuple[str, dict[str, Tensor]]] = {}
-        self._first = self._version = ""
+        self._first = ""
 
-    def begin(self, push: str) -> None:
-        """Begin a push with a name of its own, which all ranks give."""
-        self._first = self._first or push
-        # Servers drop bytes whose versions begin with another word: nothing will be a difference to them.
-        self._version = f"{self._first} {push}"
-
-    def file_of(
-        self, bucket: str, tensors: dict[str, Tensor], *, is_refused: bool
-    ) -> tuple[dict[str, str], bytes | dict[str, Tensor]]:
-        """Keep the tensors of a bucket, and empty `tensors`; if servers have refused the difference, they are kept
-        already. Returns the versions of the bucket's file, and what is to be in it: a difference, or the tensors.
+    def file_of(self, push: str, bucket: str, tensors: dict[str, Tensor]) -> tuple[dict[str, str], dict[str, Tensor]]:
+        """Keep a bucket of a push, and empty `tensors`; if it is empty, servers have refused the difference to what is
+        kept. Returns the versions of the bucket's file, and its tensors: differences or all bytes.
         """
-        base, old = "", dict[str, Tensor]()
-        if not is_refused:
-            base, old = self._kept.pop(bucket, (base, old))
-            self._kept[bucket] = self._version, {name: tensors.pop(name).cpu().contiguous() for name in list(tensors)}
+        base, old = self._kept.pop(bucket, ("", {})) if tensors else ("", {})
+        if tensors:
+            # Servers drop bytes whose version has another first word, as nothing will be a difference to them.
+            self._first = self._first or push
+            kept = {name: tensors.pop(name).cpu().contiguous() for name in list(tensors)}
+            self._kept[bucket] = f"{self._first} {push}", kept
         version, new = self._kept[bucket]
-        if base and len(data := encoded(old, new)) <= MOST * sum(tensor.nbytes for tensor in new.values()):
-            return {"version": version, "base": base}, data
-        return {"version": version, "base": ""}, dict(new)
+        found = difference(old, new) if base else dict(new)
+        if base and num_bytes(found) > MOST * num_bytes(new):
+            base, found = "", dict(new)
+        return {"version": version, "base": base}, found
 
 
-def encoded(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> bytes:
-    """Return a file of the difference of tensors of the same names, types and shapes: the length of its header in eight
-    bytes, the header in JSON, and for each tensor the exclusive or of its bytes, all first bytes of the elements first,
-    then all second ones, compressed as zlib does.
+def difference(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return, for tensors of the same names, types and shapes, bytes: the CRC-32 of the new tensor, and, compressed as
+    by zlib, the exclusive or of new and old bytes, all first bytes of the elements, then all second ones.
     """
 
-    def piece(name: str) -> tuple[dict[str, Any], bytes]:
-        tensor, bytes_N = new[name], _bytes(new[name])
+    def one(name: str) -> Tensor:
+        bytes_N = _bytes(new[name])
         # numpy's transposition of bytes is ten times as fast as torch's.
-        planes_PN = (bytes_N ^ _bytes(old[name])).numpy().reshape(-1, tensor.element_size()).T
-        data = compress(planes_PN.tobytes(), 1)
-        entry = {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-        return {**entry, "crc32": as_hex(crc32(bytes_N.numpy().data)), "size": len(data)}, data
+        planes_PN = (bytes_N ^ _bytes(old[name])).numpy().reshape(-1, new[name].element_size()).T
+        data = struct.pack("<I", crc32(bytes_N.numpy().data)) + compress(planes_PN.tobytes(), 1)
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
     with ThreadPoolExecutor(THREADS) as pool:
-        pieces = list(pool.map(piece, new))
-    header = json.dumps([entry for entry, _ in pieces]).encode()
-    return b"".join((struct.pack("<Q", len(header)), header, *(data for _, data in pieces)))
+        return dict(zip(new, pool.map(one, new), strict=True))
+
+
+def num_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """Return the size of tensors."""
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _bytes(tensor: Tensor) -> Tensor:

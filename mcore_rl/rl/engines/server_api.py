@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from typing import Any, ClassVar, Literal
 from urllib.parse import urlencode, urlsplit
@@ -350,10 +351,21 @@ class ServerApi(ABC):
             self._step("start")
 
     def take(self, files: Sequence[Mapping[str, str]]) -> Mapping[str, str]:
-        """Let the server keep the bytes of files, of which some are differences to those that it has. Returns why it
-        refuses differences, by the files' names. Raises ServerError if it refuses a file that is none.
+        """Let vLLM's workers keep the bytes of files. Returns why they refuse differences, by file name. Raises
+        ServerError if they refuse a whole file.
         """
-        raise NotImplementedError(f"{self.KIND} keeps no files")
+        ask = partial(self._step, "take", args=[json.dumps(list(files))])
+        try:
+            answer = ask()
+        except ServerError as error:
+            if error.status is not None:
+                raise
+            answer = ask()  # its answer may be lost: a file that is kept already is not taken twice
+        with self._reading("files to keep"):
+            refused = {name: str(why) for of_worker in answer["results"] for name, why in of_worker.items()}
+        if whole := [file for file in files if not file["base"] and file["name"] in refused]:
+            raise ServerError(f"{self.url} cannot keep {whole[0]['path']}: {refused[whole[0]['name']]}")
+        return refused
 
     @abstractmethod
     def load(self, update: Mapping[str, Any]) -> None:

@@ -3,10 +3,8 @@
 import base64
 import binascii
 import io
-import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,6 +37,7 @@ class VllmApi(ServerApi):
         "workers": ("/get_world_size", {}),
         "pause": ("/pause", {"mode": "keep", "clear_cache": False}),
         "start": ("/start_weight_update", {}),
+        "take": ("/collective_rpc", {"method": "take_files"}),
         "finish": ("/finish_weight_update", {"weight_version": None}),
         "set_version": ("/update_weight_version", {"new_version": None}),
         "reset": ("/reset_prefix_cache", {"reset_running_requests": True}),
@@ -54,22 +53,6 @@ class VllmApi(ServerApi):
     def load(self, update: Mapping[str, Any]) -> None:
         """Load a bucket; `update` is the `update_info` of the transfer backend that the server was started with."""
         self._call("/update_weights", update_info=dict(update))
-
-    def take(self, files: Sequence[Mapping[str, str]]) -> Mapping[str, str]:
-        """Let the server's workers keep the bytes of files. Returns why they refuse differences, by file name."""
-        ask = partial(self._call, "/collective_rpc", method="take_files", args=[json.dumps(list(files))])
-        try:
-            answer = ask()
-        except ServerError as error:
-            if error.status is not None:
-                raise
-            answer = ask()  # its answer may be lost: a file that is kept already is not taken twice
-        with self._reading("files to keep"):
-            refused = {name: str(why) for of_worker in answer["results"] for name, why in of_worker.items()}
-        for file in files:
-            if not file["base"] and file["name"] in refused:
-                raise ServerError(f"{self.url} cannot keep {file['path']}: {refused[file['name']]}")
-        return refused
 
     def undo_update(self) -> None:
         """End an update that was left open or failed, wake the server, and resume it, unless this run's sleep holds."""

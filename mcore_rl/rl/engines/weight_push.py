@@ -38,7 +38,7 @@ from mcore_rl.model.adapters import adapters_in, adapters_off, merge_loss
 from mcore_rl.model.build import gathered, local_shards
 from mcore_rl.model.hf_stream import Bucket, WeightStream
 from mcore_rl.rl.engines.base import Sampling
-from mcore_rl.rl.engines.delta import Differences
+from mcore_rl.rl.engines.delta import Differences, num_bytes
 from mcore_rl.rl.engines.fp8_blocks import Fp8Stream
 from mcore_rl.rl.engines.probe import (
     DTYPES,
@@ -499,8 +499,6 @@ class FileTransport:
         """
         self._folder, self._weights, self._rank = Path(folder), weights, dist.get_rank()
         self._differences = differences
-        if differences is not None:
-            differences.begin(self._folder.name)
         self._seconds = {part: defaultdict[int, float](float) for part in ("gather", "write", "load")}
         """Seconds of each part, by rank; on rank 0."""
         self._unloaded: deque[str] = deque()
@@ -544,22 +542,21 @@ class FileTransport:
         self._put(bucket, tensors, gather_s)
         self._unloaded.append(bucket)
 
-    def _put(self, bucket: str, tensors: dict[str, Tensor], gather_s: float = 0.0, *, is_refused: bool = False) -> None:
-        """Write this rank's part of a bucket, and describe it to rank 0."""
-        num_bytes, began_s = sum(tensor.nbytes for tensor in tensors.values()), time.perf_counter()
+    def _put(self, bucket: str, tensors: dict[str, Tensor], gather_s: float = 0.0) -> None:
+        """Write this rank's part of a bucket, or, without tensors, what servers refused; describe it to rank 0."""
+        size, began_s = num_bytes(tensors), time.perf_counter()
         path = self._folder / bucket.strip(".") / f"{self._rank}.safetensors"
-        part: dict[str, Any] = {"bucket": bucket, "rank": self._rank, "gather_s": gather_s, "num_bytes": num_bytes}
+        part: dict[str, Any] = {"bucket": bucket, "rank": self._rank, "gather_s": gather_s, "num_bytes": size}
         try:
             if not self._is_stopped:
                 path.parent.mkdir(exist_ok=True)
-                content: bytes | dict[str, Tensor] = tensors
                 if self._differences is not None:
-                    versions, content = self._differences.file_of(bucket, tensors, is_refused=is_refused)
-                    part |= versions | {"name": f"{bucket} {self._rank}", "num_bytes": _size(content)}
-                part |= {"path": str(path), "crc32": _write_file(path, content)}
+                    versions, tensors = self._differences.file_of(self._folder.name, bucket, tensors)
+                    part |= versions | {"name": f"{bucket} {self._rank}", "num_bytes": num_bytes(tensors)}
+                part |= {"path": str(path), "crc32": write_tensors(path, tensors)}
         except OSError as error:
             part["error"] = (
-                f"{path}: rank {self._rank} cannot write its part of a bucket, {num_bytes} bytes ({error}). Free space "
+                f"{path}: rank {self._rank} cannot write its part of a bucket, {size} bytes ({error}). Free space "
                 "there, or name another folder: rl.engine.transport_dir."
             )
         part["write_s"] = time.perf_counter() - began_s
@@ -571,7 +568,7 @@ class FileTransport:
         word = wait_for_word(f"{self._folder.name}/{bucket}/{self._rank}", lambda: self._is_over)
         self._is_stopped |= word == STOP
         if word == WHOLE:
-            self._put(bucket, {}, is_refused=True)
+            self._put(bucket, {})
             self._unloaded.appendleft(bucket)
 
     def _load_all(self, sender: Sender) -> Sizes:
@@ -596,14 +593,13 @@ class FileTransport:
                     sender.fail_all(part["error"])
                 if missing[bucket]:
                     continue
-                if refused := self._load(sender, bucket, parts[bucket]):
-                    missing[bucket] = refused
-                else:
+                missing[bucket] = refused = self._load(sender, bucket, parts[bucket])
+                if not refused:
                     del missing[bucket]
+                    shutil.rmtree(self._folder / bucket.strip("."), ignore_errors=True)
+                word = WHOLE if refused else "" if sender.living else STOP
                 for rank in refused or parts[bucket]:
-                    give_word(
-                        f"{self._folder.name}/{bucket}/{rank}", WHOLE if refused else "" if sender.living else STOP
-                    )
+                    give_word(f"{self._folder.name}/{bucket}/{rank}", word)
         except BaseException:
             self._is_over = True  # nobody on this rank waits for this thread
             raise
@@ -615,21 +611,18 @@ class FileTransport:
         """
         began_s, of_file = time.perf_counter(), ("path", "crc32", "name", "version", "base")
         files = [{key: part[key] for key in of_file if key in part} for part in parts.values() if "path" in part]
-        refused: set[int] = set()
+        names: set[str] = set()
         if self._differences is not None and sender.living:
-            answers = sender.everywhere(f"files of {bucket}", lambda server: server.take(files))
-            names = set(chain(*answers.values()))
-            refused = {rank for rank, part in parts.items() if part.get("name") in names}
-        if not refused:
-            if sender.living:
-                sender.everywhere(f"update of {bucket}", lambda server: server.load({"files": files}))
-            shutil.rmtree(self._folder / bucket.strip("."), ignore_errors=True)
+            names = set(chain(*sender.everywhere(f"files of {bucket}", lambda server: server.take(files)).values()))
+        if not names and sender.living:
+            sender.everywhere(f"update of {bucket}", lambda server: server.load({"files": files}))
         self._seconds["load"][0] += time.perf_counter() - began_s
-        return refused
+        return {rank for rank, part in parts.items() if part.get("name") in names}
 
 
 BLOCK_BYTES = 1 << 20
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float8_e4m3fn: "F8_E4M3"}
+DTYPE_NAMES[torch.uint8] = "U8"
 """Names of types in safetensors files."""
 
 
@@ -656,18 +649,6 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     path.chmod(0o644)
     return as_hex(crc)
-
-
-def _size(content: bytes | dict[str, Tensor]) -> int:
-    return len(content) if isinstance(content, bytes) else sum(tensor.nbytes for tensor in content.values())
-
-
-def _write_file(path: Path, content: bytes | dict[str, Tensor]) -> str:
-    if not isinstance(content, bytes):
-        return write_tensors(path, content)
-    path.write_bytes(content)
-    path.chmod(0o644)
-    return as_hex(crc32(content))
 
 
 class BroadcastTransport:

@@ -232,9 +232,7 @@ def test_a_push_gives_servers_every_tensor_in_the_order_of_calls_that_keeps_them
 
 
 @pytest.mark.full
-def test_with_delta_a_push_has_the_differences_and_after_a_failed_one_all_bytes(
-    one_rank: Mesh, tmp_path: Path
-) -> None:
+def test_with_delta_a_push_has_the_differences_and_after_a_failed_one_all_bytes(one_rank: Mesh, tmp_path: Path) -> None:
     served = Served(MODEL, one_rank)
     server = served.server()
     settings = engine_config(kind="vllm", urls=(server.url,), delta=True, transport_dir=str(tmp_path))

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroupGloo
 from mcore_rl.errors import EngineError
 from mcore_rl.model.hf_stream import Bucket
 from mcore_rl.rl.engines import weight_push
-from mcore_rl.rl.engines.delta import Differences, encoded
+from mcore_rl.rl.engines.delta import Differences, difference, num_bytes
 from mcore_rl.rl.engines.server_api import HttpClient
 from mcore_rl.rl.engines.vllm_api import VllmApi
 from mcore_rl.rl.engines.weight_push import (
@@ -307,8 +307,8 @@ def test_a_push_whose_answers_are_lost_applies_each_difference_once(
     run.push()
     for _ in range(2):
         servers[0].faults = [("/collective_rpc", "close"), ("/collective_rpc", "none"), ("/collective_rpc", "close")]
-        num_bytes, failed = run.push()
-        assert failed == {} and num_bytes < ALL_BYTES / 6 and servers[0].faults == []
+        size, failed = run.push()
+        assert failed == {} and size < ALL_BYTES / 6 and servers[0].faults == []
         run.assert_arrived(*servers)
 
 
@@ -316,27 +316,24 @@ def test_a_worker_applies_a_difference_once_and_to_its_version_alone(tmp_path: P
     bases = file_engine().bases
     old, new = {"w": torch.randn(4, 6).bfloat16()}, {"w": torch.randn(4, 6).bfloat16()}
 
-    def file(version: str, base: str, data: bytes | None) -> dict[str, str]:
+    def file(version: str, base: str) -> dict[str, str]:
         path = tmp_path / f"{version}{base}"
-        crc32 = write_tensors(path, dict(old)) if data is None else f"{zlib.crc32(data):08x}"
-        if data is not None:
-            path.write_bytes(data)
+        crc32 = write_tensors(path, difference(old, new) if base else dict(old))
         return {"path": str(path), "crc32": crc32, "name": "x 0", "version": version, "base": base}
 
-    whole, difference = file("run 1", "", None), file("run 2", "run 1", encoded(old, new))
-    later = file("run 4", "run 3", encoded(old, new))
-    assert "version here is none" in bases.take(difference)
+    whole, changes, later = file("run 1", ""), file("run 2", "run 1"), file("run 4", "run 3")
+    assert "version here is none" in bases.take(changes)
     for _ in range(2):
         assert bases.take(whole) == ""
         assert torch.equal(dict(bases.tensors(whole))["w"], old["w"])
     assert "version here is run 1, and the difference is to run 3" in bases.take(later)
     for _ in range(2):
-        assert bases.take(difference) == ""
-        assert torch.equal(dict(bases.tensors(difference))["w"], new["w"])
+        assert bases.take(changes) == ""
+        assert torch.equal(dict(bases.tensors(changes))["w"], new["w"])
     with pytest.raises(ValueError, match="here is run 2, and run 1 is to be loaded"):
         bases.tensors(whole)
     # Of another run: what is kept is dropped, also of files that do not come again.
-    assert bases.take({**file("other 1", "", None), "name": "y 0"}) == "" and [*bases._kept] == ["y 0"]
+    assert bases.take({**file("other 1", ""), "name": "y 0"}) == "" and [*bases._kept] == ["y 0"]
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -347,11 +344,11 @@ def test_a_server_that_was_restarted_gets_all_bytes_in_the_same_push(
     run.push()
     run.push()
     servers[1].engine = None
-    num_bytes, failed = run.push()
-    assert failed == {} and ALL_BYTES < num_bytes < 1.2 * ALL_BYTES, "differences, and then all"
+    size, failed = run.push()
+    assert failed == {} and ALL_BYTES < size < 1.2 * ALL_BYTES, "differences, and then all"
     run.assert_arrived(*servers)
-    num_bytes, failed = run.push()
-    assert failed == {} and num_bytes < ALL_BYTES / 6
+    size, failed = run.push()
+    assert failed == {} and size < ALL_BYTES / 6
     run.assert_arrived(*servers)
     # Each bucket is loaded once, also by the server that had it at once.
     assert [server.paths().count("/update_weights") for server in servers] == [20, 20]
@@ -366,8 +363,8 @@ def test_a_run_that_is_resumed_sends_all_bytes_first(servers: tuple[FakeServer, 
     assert resumed.push() == (ALL_BYTES, {})
     resumed.assert_arrived(*servers)
     # The first run knows nothing of it: what it sends is refused, and then comes whole.
-    num_bytes, failed = run.push()
-    assert failed == {} and num_bytes > ALL_BYTES
+    size, failed = run.push()
+    assert failed == {} and size > ALL_BYTES
     run.assert_arrived(*servers)
 
 
@@ -379,28 +376,29 @@ def flip(data: bytearray | Tensor, place: int) -> None:
 def test_a_damaged_difference_or_base_is_refused_and_the_bytes_come_whole(
     servers: tuple[FakeServer, FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, writes = Run(*servers, folder=tmp_path), weight_push._write_file
+    run, writes = Run(*servers, folder=tmp_path), weight_push.write_tensors
     run.push()
     damaged: list[Path] = []
 
-    def write(path: Path, content: bytes | dict[str, Tensor]) -> str:
-        crc32 = writes(path, content)
-        if isinstance(content, bytes) and not damaged:
+    def write(path: Path, tensors: dict[str, Tensor]) -> str:
+        is_difference = all(tensor.dtype == torch.uint8 for tensor in tensors.values())
+        crc32 = writes(path, tensors)
+        if is_difference and not damaged:
             data = bytearray(path.read_bytes())
             flip(data, len(data) // 2)
             path.write_bytes(data)
             damaged.append(path)
         return crc32
 
-    monkeypatch.setattr(weight_push, "_write_file", write)
-    num_bytes, failed = run.push()
-    assert failed == {} and len(damaged) == 1 and ALL_BYTES / 4 < num_bytes < ALL_BYTES / 2, "one bucket came whole"
+    monkeypatch.setattr(weight_push, "write_tensors", write)
+    size, failed = run.push()
+    assert failed == {} and len(damaged) == 1 and ALL_BYTES / 4 < size < ALL_BYTES / 2, "one bucket came whole"
     run.assert_arrived(*servers)
     # A file that is sound, and a damaged base: the result has not the CRC-32 of the new bytes.
     _, tensors = servers[0].engine.bases._kept["model.layers.2. 0"]
     flip(tensors["model.layers.2.w"].view(-1).view(torch.uint8), 77)
-    num_bytes, failed = run.push()
-    assert failed == {} and ALL_BYTES / 4 < num_bytes < ALL_BYTES / 2
+    size, failed = run.push()
+    assert failed == {} and ALL_BYTES / 4 < size < ALL_BYTES / 2
     run.assert_arrived(*servers)
 
 
@@ -408,8 +406,8 @@ def test_a_damaged_difference_or_base_is_refused_and_the_bytes_come_whole(
 def test_a_file_that_is_damaged_also_when_it_is_whole_fails_the_server(
     servers: tuple[FakeServer, FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, writes = Run(servers[0], folder=tmp_path), weight_push._write_file
-    monkeypatch.setattr(weight_push, "_write_file", lambda path, content: writes(path, content)[::-1])
+    run, writes = Run(servers[0], folder=tmp_path), weight_push.write_tensors
+    monkeypatch.setattr(weight_push, "write_tensors", lambda path, content: writes(path, content)[::-1])
     _, failed = run.push()
     assert re.search(r"cannot keep /.*/0.safetensors: ValueError.*has the CRC-32", failed[servers[0].url])
     monkeypatch.undo()
@@ -463,4 +461,4 @@ def test_after_steps_of_adam_few_bytes_are_different(lr: float, num_steps: int, 
     old, new = master.bfloat16(), (master + num_steps * lr * adam_like(master, generator)).bfloat16()
     found = (old.view(torch.int16) != new.view(torch.int16)).double().mean()
     assert found == pytest.approx(changed, rel=0.05)
-    assert len(encoded({"w": old}, {"w": new})) < most * new.nbytes
+    assert num_bytes(difference({"w": old}, {"w": new})) < most * new.nbytes
