@@ -52,7 +52,7 @@ def worker_module() -> dict[str, Any]:
     stubs: dict[str, Any] = {name: ModuleType(name) for name in ("vllm", "vllm.distributed", transfer)}
     stubs |= {name: ModuleType(name) for name in ("vllm.model_executor", "vllm.model_executor.model_loader")}
     stubs |= {f"{transfer}.factory": MagicMock(), "vllm.model_executor.model_loader.reload": MagicMock()}
-    stubs[transfer].base = MagicMock(  # type: ignore[attr-defined]
+    stubs[transfer].base = MagicMock(
         WeightTransferUpdateInfo=object, WeightTransferInitInfo=object, WeightTransferEngine=Generic
     )
     sys.modules.update(stubs)
