@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 
-from mcore_rl.checks.rl_run import PROBED_FAMILIES
+from mcore_rl.checks.engine import PROBED_FAMILIES
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.rl.engines.server_api import HttpClient
 from tests.servers.vllm_server import MAX_TOKENS, OmittingApi, Trainer, VllmServer, generated, random_prompts
