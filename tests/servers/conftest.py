@@ -20,6 +20,10 @@ from mcore_rl.megatron.platform import start
 from tests.servers.vllm_server import MODELS, UNTRIED, Trainer, VllmServer
 
 Figures = dict[str, Any]
+VERSIONS = """
+from importlib.metadata import packages_distributions, version
+print(*(version(packages_distributions()[name][0]) for name in ("vllm", "torch")))
+"""
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -38,9 +42,8 @@ def figures(python: str) -> Iterator[Figures]:
     found: Figures = {}
     yield found
     if path := os.environ.get("MCORE_RL_FIGURES"):
-        versions = "import json, torch, vllm; print(json.dumps([vllm.__version__, torch.__version__]))"
-        printed = subprocess.run([python, "-c", versions], capture_output=True, text=True, check=True).stdout
-        vllm, torch = json.loads(printed.splitlines()[-1])
+        printed = subprocess.run([python, "-c", VERSIONS], capture_output=True, text=True, check=True).stdout
+        vllm, torch = printed.split()
         head = {
             "date": time.strftime("%Y-%m-%d"),
             "command": "make test-servers",

@@ -23,8 +23,8 @@ WORDS = (
     *("rl.loss.reference_refresh_rollouts=none", "rl.engine.kind=vllm"),
 )
 """Three rollout batches of two updates each, with heads of a width that vLLM has on CPUs."""
-KILLED = "SIGKILL.push.8"
-"""Five buckets are a push: the trainer ends inside the second one, two buckets into it."""
+KILLED = "SIGKILL.push.13"
+"""Five buckets are a push: the trainer ends inside the third one, after two buckets and the checkpoint of step 2."""
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_a_second_run_on_a_server_is_refused_by_the_name_of_the_first_which_goes
     assert_same(tmp_path / "second", in_one_go)
 
 
-def test_a_run_that_is_killed_inside_an_update_takes_its_server_over_and_computes_what_it_would_have(
+def test_a_run_that_is_killed_inside_an_update_takes_its_server_over_and_goes_on_with_what_it_would_have_computed(
     words: list[str], in_one_go: Path, server: VllmServer, tmp_path: Path, figures: Figures
 ) -> None:
     words = [*words, f"run_dir={tmp_path / 'run'}"]
@@ -89,8 +89,8 @@ def test_a_run_that_is_killed_inside_an_update_takes_its_server_over_and_compute
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     with pytest.raises(ServerError, match="already active"):  # half of the weights are there, and computing is paused
         server.api.start_update()
-    # The checkpoint of step 2 comes after its update: the run begins anew, with a server that was left half updated.
-    succeed("mcore_rl.programs.rl", words)
-    figures["trainer killed inside an update, started again: largest |engine - trainer|"] = assert_same(
+    resumed = succeed("mcore_rl.programs.rl", words)
+    assert f"resumed from {tmp_path}/run/checkpoints/iter_0000002, step 2" in resumed.stdout, resumed.stdout
+    figures["trainer killed inside an update, resumed: largest |engine - trainer|"] = assert_same(
         tmp_path / "run", in_one_go
     )

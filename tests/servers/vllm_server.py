@@ -1,6 +1,7 @@
 """A real vLLM server on CPUs, started as `rl.engine.kind="vllm"` needs it, and a model that trains beside it."""
 
 import copy
+import functools
 import json
 import os
 import signal
@@ -46,6 +47,18 @@ MAX_TOKENS = 512
 NEARLY_ALIKE = 5e-6
 """Difference of the probabilities of two experts that rounding in fp32 may turn around."""
 ROOT = Path(__file__).parents[2]
+FORKED = Path(__file__).with_name("forked_vllm.py")
+SETTINGS = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "PYTHONPATH": str(ROOT),
+}
+"""Environment of every server."""
 UNTRIED: list[str] = []
 """Why runs refuse the version of each server that has been started; empty for versions of the protocol's table."""
 SHAPE: dict[str, Any] = {
@@ -80,6 +93,14 @@ FAULTS = {
 """Tensors that an update leaves out, by the beginning or a part of their names."""
 
 
+@functools.cache
+def warm(python: str) -> "subprocess.Popen[str]":
+    """The process that has imported vLLM, and forks servers until these tests end."""
+    return subprocess.Popen(
+        [python, str(FORKED)], env=os.environ | SETTINGS, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
 class VllmServer:
     """A server of a model with random weights of vLLM's own; nothing of it outlives `close`."""
 
@@ -98,16 +119,6 @@ class VllmServer:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log = folder / "server.log"
-        settings = {
-            "VLLM_SERVER_DEV_MODE": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
-            "OMP_WAIT_POLICY": "PASSIVE",
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "PYTHONPATH": str(ROOT),
-        }
         arguments = [
             *arguments,
             *("--model", str(folder), "--served-model-name", "policy", "--load-format", "dummy"),
@@ -117,14 +128,10 @@ class VllmServer:
             *("--worker-extension-cls", "mcore_rl.vllm_worker.Extension"),
             *("--weight-transfer-config", json.dumps({"backend": backend})),
         ]
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [python, "-m", "vllm.entrypoints.openai.api_server", *arguments],
-                env=os.environ | settings,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        one = warm(python)
+        assert one.stdin is not None and one.stdout is not None
+        print(json.dumps([str(self.log), arguments]), file=one.stdin, flush=True)
+        self.process = psutil.Process(int(one.stdout.readline()))
         self.api = VllmApi(
             HttpClient(self.url),
             vocab_size=model.vocab_size,
@@ -135,7 +142,7 @@ class VllmServer:
 
     def wait(self, timeout_s: float = 900.0) -> "VllmServer":
         """Return when the server answers."""
-        until_healthy(self.api, lambda: self.process.poll() is None, self.log, timeout_s)
+        until_healthy(self.api, self.process.is_running, self.log, timeout_s)
         try:
             self.api.refuse_untried()
         except EngineError as error:  # whether it works is what the tests find out
@@ -144,12 +151,12 @@ class VllmServer:
 
     def workers(self) -> list[psutil.Process]:
         """Return the processes below that of the API."""
-        return psutil.Process(self.process.pid).children(recursive=True)
+        return self.process.children(recursive=True)
 
     def close(self) -> None:
         """End all processes: after the death of a worker that of the API can stay and answer nobody."""
         for number in (signal.SIGTERM, signal.SIGKILL):
-            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            with suppress(ProcessLookupError, psutil.TimeoutExpired):
                 os.killpg(self.process.pid, number)
                 self.process.wait(20)
 
