@@ -17,7 +17,8 @@ import psutil
 from mcore_rl.workers.launcher import free_port
 from tests.ranks import forkserver
 
-TIMEOUT_S = 600.0
+TIMEOUT_S = float(os.environ.get("MCORE_RL_TEST_TIMEOUT_S", "600"))
+"""Seconds of a program's limit: more of them where a real server starts on a machine with much other work."""
 CLI = "mcore_rl.cli.cli"
 
 
