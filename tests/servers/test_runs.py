@@ -1,9 +1,14 @@
-"""Whole runs on a real server: two runs on one server, and a trainer that is killed inside an update."""
+"""Whole runs on real servers: two runs on one server, a trainer that is killed inside an update, and a server that
+sleeps while the policy trains.
+"""
 
+import json
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from mcore_rl.config.load import load_config
@@ -14,7 +19,7 @@ from tests.e2e.test_resume import running, wait_for_step
 from tests.e2e.test_rl import SERVED, computed
 from tests.forked import run_main, succeed
 from tests.servers.conftest import Figures
-from tests.servers.vllm_server import VllmServer
+from tests.servers.vllm_server import FORKED, VllmServer
 
 WORDS = (
     *("mesh.tp=1", "mesh.ep=1", "model.head_dim=32", "train.steps=6", "train.global_batch=8"),
@@ -94,3 +99,36 @@ def test_a_run_that_is_killed_inside_an_update_takes_its_server_over_and_goes_on
     figures["trainer killed inside an update, resumed: largest |engine - trainer|"] = assert_same(
         tmp_path / "run", in_one_go
     )
+
+
+CYCLE = ["/wake_up?tags=weights", "/start_weight_update", "/finish_weight_update", "/wake_up?tags=kv_cache", "/sleep"]
+
+
+def shared_words(rl_file: Path, python: str, run_dir: Path) -> list[str]:
+    """Words of a run whose server, on its rank's machine, sleeps while the policy trains."""
+    command = json.dumps([python, str(FORKED)])
+    words = [str(rl_file), *WORDS, f"run_dir={run_dir}", f"rl.engine.command={command}", "rl.engine.dtype=fp32"]
+    return [*words, "rl.engine.share_gpus=true", "rl.update.store=host"]
+
+
+def processes_of(run_dir: Path) -> list[psutil.Process]:
+    """Processes of the server that a run has started."""
+    own = f"{run_dir}/servers"
+    started = [one for one in psutil.process_iter(["cmdline"]) if own in " ".join(one.info["cmdline"] or ())]
+    return [child for one in started for child in (one, *one.children(recursive=True))]
+
+
+def test_a_server_that_sleeps_while_the_policy_trains_samples_what_one_does_that_never_sleeps(
+    rl_file: Path, in_one_go: Path, python: str, tmp_path: Path, figures: Figures
+) -> None:
+    """The server goes through all states of a step, but frees nothing on a CPU."""
+    succeed("mcore_rl.programs.rl", shared_words(rl_file, python, tmp_path / "run"))
+    log = (tmp_path / "run/servers/server_0.log").read_text()
+    calls = re.findall(r'"POST (\S+) HTTP/1.1" 200', log)
+    phases = [next((one for one in CYCLE if call.startswith(one)), "") for call in calls]
+    # The first sleep is before the trainer's models; three rollout batches and the evaluation at the end follow.
+    assert [phase for phase in phases if phase] == ["/sleep", *CYCLE * 4], calls
+    figures["a server that sleeps while the policy trains: largest |engine - trainer|"] = assert_same(
+        tmp_path / "run", in_one_go
+    )
+    assert not processes_of(tmp_path / "run")
