@@ -1,7 +1,5 @@
 """A real vLLM on CPUs has the trainer's weights after each update, and the probe shows when it has not."""
 
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +23,7 @@ from mcore_rl.rl.types import Group, Problem, Prompt
 from mcore_rl.storage.checkpoints.write import save_weights
 from mcore_rl.storage.checksums import crc32_of
 from tests.conversing import END, chat_of, config_of, conversations_of, sampling, seeds_of, write_tokenizer
+from tests.forked import CLI, succeed
 from tests.generating import prompt_of, spelled
 from tests.servers.conftest import Figures
 from tests.servers.vllm_server import (
@@ -326,10 +325,9 @@ def test_generate_writes_what_the_native_engine_writes(family, server, trainer, 
     trainer.randomize(seed=61)
     assert trainer.push(server.api).living
     save_weights(trainer.chunks, mesh, trainer.model, tmp_path / "checkpoints")
-    words = [sys.executable, "-m", "mcore_rl.cli.cli", "generate", "--run", str(tmp_path), "--tokens", "24"]
+    words = ["generate", "--run", str(tmp_path), "--tokens", "24"]
     for prompt in ("the cat", "7 + 8"):
         native, served = (
-            subprocess.run([*words, "--prompt", prompt, *more], capture_output=True, text=True, check=True).stdout
-            for more in ([], ["--url", server.url])
+            succeed(CLI, [*words, "--prompt", prompt, *more]).stdout for more in ([], ["--url", server.url])
         )
         assert served == native and native != f"{prompt}\n"
