@@ -20,7 +20,7 @@ from mcore_rl.rl.engines.server_api import ServerApi, ServerError, server_apis
 from mcore_rl.rl.engines.server_process import ServerProcess, server_command
 from mcore_rl.rl.engines.weight_push import AdapterPush, ServedAdapters
 from tests.servers.conftest import Figures
-from tests.servers.vllm_server import SHAPE, Trainer, random_prompts, until_healthy
+from tests.servers.vllm_server import FORKED, SHAPE, Trainer, random_prompts, until_healthy
 
 MODEL = ModelConfig(family="qwen3", **SHAPE)
 """Dense: vLLM computes the adapters of a mixture of experts, even of its attention alone, with Triton, on GPUs."""
@@ -39,7 +39,7 @@ def config(python: str, tmp_path: Path) -> RlRunConfig:
                     "kind": "vllm",
                     "lora": "adapter",
                     "base_model": str(tmp_path / "base"),
-                    "command": (python, "-m", "vllm.entrypoints.openai.api_server"),
+                    "command": (python, str(FORKED)),
                     "count": 1,
                     "dtype": "fp32",
                     "max_model_len": 512,
