@@ -12,7 +12,7 @@ from mcore_rl.checks.rl_run import check_rl
 from mcore_rl.checks.run import refuse
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rl.loss import SELF, DistillConfig
+from mcore_rl.config.rl.loss import SELF, Clipped, DistillConfig
 from mcore_rl.config.rl_run import RlConfig, RlRunConfig
 from mcore_rl.data.tokenizer import Tokenizer
 from mcore_rl.errors import ConfigError, StoppedError
@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from mcore_rl.rl.step.texts import TextSource
 
     AnySource = TeacherSource | str | None
+
+USUAL_STALENESS = 8
+"""Rollout batches by which weights may be older without a warning (AReaL's docs/algorithms/async.md)."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -245,12 +248,19 @@ def warnings_of(config: RlRunConfig) -> Iterator[str]:
             'rollout/mismatch_kl_nats). Set rl.loss.importance_sampling to correct for it, or rl.engine.kind="native", '
             "which chooses as the trainer does."
         )
-    if config.rl.rollout.max_staleness and config.rl.loss.kind in ("kimi_k2", "sapo"):
+    staleness = config.rl.rollout.max_staleness
+    if staleness and not isinstance(config.rl.loss, Clipped):
         yield (
-            f'warning: rl.loss.kind="{config.rl.loss.kind}" with rl.rollout.max_staleness='
-            f"{config.rl.rollout.max_staleness}: no clip ends what a token can gain that older weights sampled, from "
-            'which the policy has moved already. Set rl.loss.kind to "grpo", "gspo" or another that clips, or '
-            "max_staleness=0."
+            f'warning: rl.loss.kind="{config.rl.loss.kind}" with rl.rollout.max_staleness={staleness}: no clip ends '
+            "what a token can gain that older weights sampled, from which the policy has moved already; GRPO without "
+            'its clip rose on stale rollouts and then collapsed (arXiv 2510.01161). Set rl.loss.kind to "grpo", '
+            '"gspo" or another that clips, or max_staleness=0.'
+        )
+    if staleness > USUAL_STALENESS:
+        yield (
+            f"warning: rl.rollout.max_staleness={staleness}: the older the weights that sampled, the more importance "
+            "weights are cut or masked, and the less a rollout teaches; AReaL's guide calls 2 to "
+            f"{USUAL_STALENESS} typical. Lower it as long as time/rollout_s, the wait for rollouts, does not grow."
         )
     has_token_ratio = config.rl.loss.kind in ("grpo", "ppo", "cispo", "dppo_tv", "sapo")
     if config.model.is_moe and has_token_ratio and config.replay.kind == "none":
