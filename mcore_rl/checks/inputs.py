@@ -142,6 +142,8 @@ def _teachers_and_texts(distill: DistillConfig, ptx: PtxConfig) -> Inputs:
     for field, named in {"rl.distill.teacher": distill.teacher or SELF, **tagged}.items():
         if named != SELF and not named.startswith(HTTP_PARTS):
             yield field, Path(named), "the checkpoint"
+    if distill.tokenizer is not None and distill.tokenizer.path:
+        yield "rl.distill.tokenizer.path", Path(distill.tokenizer.path), "the tokenizer"
     if distill.server.ca_file:
         yield "rl.distill.server.ca_file", Path(distill.server.ca_file), "the file"
     yield from (("rl.ptx.files", Path(file), "the file") for file in ptx.files if not file.startswith("hub:"))

@@ -213,7 +213,7 @@ def _distill(rl: RlConfig) -> Iterator[str]:
     yield from unused(
         "rl.distill",
         distill,
-        (not distill.served, "server", "teachers of which none is on a server"),
+        (not distill.served, "server tokenizer", "teachers of which none is on a server"),
         (not distill.forward_weight, "top_k", "rl.distill.forward_weight=0"),
         (len(distill.served) == len(distill.paths), "store", "teachers on servers alone"),
     )

@@ -31,7 +31,7 @@ NOT_COMPARED = (
     "rl.engine.urls",
     "lora.load",
     *("rl.update.store", "rl.advantage.critic.store", "rl.loss.reference_store", "rl.reward.model_store"),
-    *("rl.distill.store", "rl.distill.server"),
+    *("rl.distill.store", "rl.distill.tokenizer", "rl.distill.server"),
 )
 """Fields and sections that do not affect the results of a training."""
 Contents = Mapping[str, Mapping[str, str]]

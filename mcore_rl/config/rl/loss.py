@@ -7,6 +7,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.extension import HTTP_PARTS, Extension, server_url
 from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.section import Seconds, Section, Store, Text
@@ -98,6 +99,9 @@ class DistillConfig(Section):
     """Number of rollout batches after which the teacher `self` becomes the current policy; `none`: never."""
     store: Store = "host"
     """Memory in which the teachers' weights wait for their passes. `device`: the policy's. `host`: main memory."""
+    tokenizer: TokenizerConfig | None = None
+    """Tokenizer of the teachers on servers. All its ids are compared with the policy's before the run. `none`: each
+    server is asked about 256 texts and 256 ids."""
     server: TeacherServerConfig = TeacherServerConfig()
 
     @cached_property

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl.loss import DistillConfig
-from mcore_rl.data.tokenizer import Tokenizer
+from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import ConfigError, EngineError, McoreRlError, StoppedError
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.probe import FEWEST, MOST_MEAN, probe_sequences
@@ -31,7 +31,7 @@ REFUSALS = (400, 413, 422)
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.5, 30.0
 """Seconds before a request is repeated: at first, and after many times; it doubles."""
 COMPARED = 256
-"""Number of texts, and of tokens, by which a server's tokenizer is compared."""
+"""Number of texts, and of a server's tokens, by which tokenizers are compared."""
 PIECES = "the, of, Paris,\n,  ,\t, 1234,5.6e-7, don't, naïve, 东京,привет,🙂,{},.,def f(x):, != ".split(",")
 """Parts of the texts."""
 MOST_LIKELIEST = 20
@@ -162,13 +162,16 @@ def probed_teacher(
     EngineError if it gives no logprobs at temperature 1, or others each time.
     """
     api, where = server_apis(distill.server, model, model_name=None)(url), f"rl.distill: teacher {url}"
+    if distill.tokenizer is not None:  # before a wait for the server
+        _refuse_other_tokens(f"{where}, by rl.distill.tokenizer,", load_tokenizer(distill.tokenizer), tokenizer)
     name, room = repeated(api.model, distill.server.timeout_s, Event(), [])
     if room <= longest_sample:
         raise ConfigError(
             f"{where} holds {room} tokens, and the longest prompt with its completion, {longest_sample}, and one token "
             "of an answer are to fit. Start it with a larger --max-model-len (SGLang: --context-length)."
         )
-    _refuse_other_tokens(where, api, tokenizer)
+    if distill.tokenizer is None:
+        _refuse_other_tokens(where, api, tokenizer)
     sequences = probe_sequences(FEWEST, tokenizer.vocab_size)
     top_k = distill.top_k if distill.forward_weight else min(MOST_LIKELIEST, tokenizer.vocab_size)
     gaps = defaultdict[str, list[float]](list)
@@ -193,17 +196,26 @@ def probed_teacher(
     return name
 
 
-def _refuse_other_tokens(where: str, api: ServerApi, tokenizer: Tokenizer) -> None:
-    """Raise ConfigError unless texts and ids mean the same to a server as to the policy's `tokenizer`."""
-    generator = random.Random(20260000)
+def _refuse_other_tokens(where: str, theirs: ServerApi | Tokenizer, tokenizer: Tokenizer) -> None:
+    """Raise ConfigError unless texts and ids mean the same to a teacher as to the policy's `tokenizer`: some ids of a
+    server, or all of a tokenizer, which may have further ones, as a vocabulary that is padded.
+    """
+    generator, all_ids, differing = random.Random(20260000), range(tokenizer.vocab_size), list[str]()
     texts = ["".join(generator.choices(PIECES, k=12)) for _ in range(COMPARED)]
-    ids = generator.sample(range(tokenizer.vocab_size), min(COMPARED, tokenizer.vocab_size))
+    if isinstance(theirs, ServerApi):
+        ids: Sequence[int] = generator.sample(all_ids, min(COMPARED, len(all_ids)))
+        tokens_of, text_of = theirs.tokens_of, theirs.text_of
+    else:
+        ids, tokens_of, text_of = all_ids[: theirs.vocab_size], theirs.encode, theirs.decode
+        others = {*all_ids[theirs.vocab_size :], *(theirs.special_ids ^ tokenizer.special_ids).intersection(all_ids)}
+        differing += [f"the id {token}" for token in sorted(others)]
     try:
-        differing = [f"the text {text!r}" for text in texts if api.tokens_of(text) != tokenizer.encode(text)]
-        differing += [f"the id {token}" for token in ids if api.text_of([token]) != tokenizer.decode([token])]
+        differing += [f"the text {text!r}" for text in texts if tokens_of(text) != tokenizer.encode(text)]
+        differing += [f"the id {token}" for token in ids if text_of([token]) != tokenizer.decode([token])]
     except ServerError as error:
         raise ConfigError(
-            f"{where}: its tokenizer cannot be compared with the policy's: {error}. Start it with its tokenizer."
+            f"{where}: its tokenizer cannot be compared with the policy's: {error}. Start it with its tokenizer, or "
+            "name that in rl.distill.tokenizer.path."
         ) from None
     if differing:
         raise ConfigError(

@@ -105,6 +105,7 @@ def test_teachers_and_texts_that_are_not_there_are_named_with_the_other_files() 
         "rl.reward.server.ca_file=gone/reward.pem",
         "rl.distill.teacher=gone/teacher",
         'rl.distill.teachers={mathematics="gone/other", own="self"}',
+        "rl.distill.tokenizer.path=gone/big",
         'rl.ptx.files=["gone/chat.jsonl"]',
         'rl.ptx.tokens=["gone/books"]',
     )
@@ -115,6 +116,7 @@ def test_teachers_and_texts_that_are_not_there_are_named_with_the_other_files() 
         "rl.reward.server.ca_file": "gone/reward.pem",
         "rl.distill.teacher": "gone/teacher",
         "rl.distill.teachers.mathematics": "gone/other",
+        "rl.distill.tokenizer.path": "gone/big",
         "rl.ptx.files": "gone/chat.jsonl",
         "rl.ptx.tokens": "gone/books.bin gone/books.idx",
         "rl.engine.base_model": "gone/base",

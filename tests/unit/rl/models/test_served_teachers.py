@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl.loss import DistillConfig, TeacherServerConfig
 from mcore_rl.data.packing import PackingLimits
@@ -215,6 +216,30 @@ def test_a_teacher_is_probed_before_the_run_and_refused_with_the_reason(
         if kind == "vllm":
             with pytest.raises(EngineError, match=r"greater than max allowed.*--max-logprobs"):
                 probe(server, tokenizer, forward_weight=0.5, top_k=30)
+
+
+def test_a_teachers_tokenizer_that_is_named_is_compared_in_all_ids_before_its_server_is_asked(
+    tokenizer: HuggingFaceTokenizer, tmp_path: Path
+) -> None:
+    """Each of the others differs in one id, or in which ids are special; a further id may pad the vocabulary."""
+    cases = {
+        "renamed": ([*WORDS[:40], "other", *WORDS[41:]], WORDS[63:], "the id 40"),
+        "swapped": ([*WORDS[:7], "w8", "w7", *WORDS[9:]], WORDS[63:], "the id 7"),
+        "fewer": (WORDS[:60], WORDS[59:60], "the id 59"),
+        "special": (WORDS, WORDS[62:], "the id 62"),
+        "pieces": ([*WORDS[:62], "1234", "w63"], WORDS[63:], "the text"),
+        "same": ([*WORDS, "w64"], WORDS[63:], None),
+    }
+    with FakeServer(TableAnswers(), tokenizer=None, model_name="big") as server:
+        for name, (words, special, named) in cases.items():
+            save_tokenizer(tmp_path / name, words, words[0], special, eos_token=words[-1])
+            distill = distill_of(server, tokenizer=TokenizerConfig(path=str(tmp_path / name)))
+            if named is None:
+                assert probed_teacher(server.url, distill, MODEL, tokenizer, longest_sample=50) == "big (big)"
+                continue
+            with pytest.raises(ConfigError, match=rf"by rl.distill.tokenizer, has another.*: {named}\b"):
+                probed_teacher(server.url, distill, MODEL, tokenizer, longest_sample=50)
+            assert not server.calls
 
 
 def test_a_teacher_that_answers_otherwise_each_time_is_refused(tokenizer: HuggingFaceTokenizer) -> None:
