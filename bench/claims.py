@@ -22,8 +22,8 @@ from typing import Any
 from bench.learning import ROOT, run_study, study_toml
 from bench.rl_folder import VOCAB, program, write_tokenizer
 from bench.study import SFT
-from bench.study_figures import draw
-from mcore_rl.cli.study import StudyRun, interval, read_run
+from bench.study_figures import Points, StudyFigure, as_svg, draw
+from mcore_rl.cli.study import StudyRun, interval, read_run, rows_of
 from mcore_rl.rl.types import Problem
 
 RESULTS = Path(__file__).parent / "results" / "claims.json"
@@ -158,38 +158,58 @@ def log_clipped(run: StudyRun, _: Path) -> float:
     return math.log10(max(sum(fmean(run.values(name)) for name in names), 1e-6))
 
 
-def ratio_slope(kind: str, *, fixed: bool) -> Value:
-    """Return the slope of log variance on log length: of log ratios ("token"), of their "sum" or "mean" in a sample.
+def log_variances(folder: Path, kind: str, *, fixed: bool) -> dict[int, float]:
+    """Return length -> log10 of the variance of log ratios ("token"), or of their "sum" or "mean" in a sample.
 
     With `fixed`, lengths are beginnings of the same long answers, so that all lengths have the same difficulty;
     otherwise they are those of whole completions.
     """
+    by_length: dict[int, list[list[float]]] = {}
+    for path in sorted((folder / "samples").glob("step_*.jsonl")):
+        for line in path.read_text().split("\n")[:-1]:  # texts may hold other ends of lines
+            ratios = [one for one in json.loads(line).get("log_ratios", ()) if one is not None]
+            # The first update of a rollout batch has ratios of 1.
+            if not any(ratios):
+                continue
+            lengths = [length for length in (2, 4, 8, 16) if len(ratios) >= 16] if fixed else [len(ratios)]
+            for length in lengths:
+                by_length.setdefault(length, []).append(ratios[:length])
+    found = {}
+    for length, samples in sorted(by_length.items()):
+        if len(samples) < 30:
+            continue
+        numbers = {
+            "token": [one for sample in samples for one in sample],
+            "sum": [math.fsum(sample) for sample in samples],
+            "mean": [fmean(sample) for sample in samples],
+        }[kind]
+        if variance := pvariance(numbers):  # none where all answers are one prompt's, and certain
+            found[length] = math.log10(variance)
+    return found
+
+
+def ratio_slope(kind: str, *, fixed: bool) -> Value:
+    """Return the slope of log variance on log length, of the numbers of `log_variances`."""
 
     def slope(_: StudyRun, folder: Path) -> float:
-        by_length: dict[int, list[list[float]]] = {}
-        for path in sorted((folder / "samples").glob("step_*.jsonl")):
-            for line in path.read_text().split("\n")[:-1]:  # texts may hold other ends of lines
-                ratios = [one for one in json.loads(line).get("log_ratios", ()) if one is not None]
-                # The first update of a rollout batch has ratios of 1.
-                if not any(ratios):
-                    continue
-                lengths = [length for length in (2, 4, 8, 16) if len(ratios) >= 16] if fixed else [len(ratios)]
-                for length in lengths:
-                    by_length.setdefault(length, []).append(ratios[:length])
-        points = []
-        for length, samples in by_length.items():
-            if len(samples) < 30:
-                continue
-            numbers = {
-                "token": [one for sample in samples for one in sample],
-                "sum": [math.fsum(sample) for sample in samples],
-                "mean": [fmean(sample) for sample in samples],
-            }[kind]
-            if variance := pvariance(numbers):  # none where all answers are one prompt's, and certain
-                points.append((math.log(length), math.log(variance)))
-        return linear_regression(*zip(*points, strict=True)).slope
+        variances = log_variances(folder, kind, fixed=fixed)
+        return linear_regression([math.log10(length) for length in variances], [*variances.values()]).slope
 
     return slope
+
+
+def draw_variances(runs: Sequence[StudyRun], folder: Path, picture: Path) -> None:
+    """Write the picture of the variances by length, a figure for each kind of number and of length."""
+
+    def points(kind: str, fixed: bool) -> Callable[[StudyRun], Points]:
+        return lambda run: log_variances(run_folder(folder, run.arm, run.seed), kind, fixed=fixed)
+
+    figures = [
+        StudyFigure(f"log10 of the variance: {what}, {of}", points(kind, fixed), axis="tokens")
+        for kind, what in (("token", "log ratios of tokens"), ("sum", "their sums"), ("mean", "their means"))
+        for fixed, of in ((False, "by length of answer"), (True, "beginnings"))
+    ]
+    picture.write_text(as_svg(rows_of(runs, collapse_below=0.0), figures), encoding="utf-8")
 
 
 def minus(value: Value) -> Value:
@@ -449,7 +469,8 @@ def run_claim(name: str, folder: Path, layers: str, seeds: Sequence[int], minute
     run_study(folder, study_toml(run_dir, seeds, words, arms), run_dir, minutes)
     runs = [read_run(arm, seed, run_folder(run_dir, arm, seed)) for arm in claim.arms for seed in seeds]
     if layers == "auto":
-        draw(run_dir / "study.json", ROOT / f"docs/images/claim-{name}.svg")
+        picture = ROOT / f"docs/images/claim-{name}.svg"
+        draw_variances(runs, run_dir, picture) if name == "length" else draw(run_dir / "study.json", picture)
     first = next((run for run in runs if run.starts), None)
     return {
         "claim": name,

@@ -89,11 +89,11 @@ def curve_of(arm: int, row: StudyRow, points: Callable[[StudyRun], Points]) -> C
     return Curve(arm, xs, [mean for mean, _ in around], [half for _, half in around])
 
 
-def as_svg(rows: Sequence[StudyRow]) -> str:
+def as_svg(rows: Sequence[StudyRow], figures: Sequence[StudyFigure] = FIGURES) -> str:
     """Return the picture of all arms with a finished run; figures without numbers are left out."""
     shown = [
         (figure, curves)
-        for figure in FIGURES
+        for figure in figures
         if (curves := [curve for arm, row in enumerate(rows) if (curve := curve_of(arm, row, figure.points)).xs])
     ]
     cell_width, cell_height = LEFT + WIDTH + 24, TOP + HEIGHT + GAP
@@ -129,7 +129,7 @@ def _figure(figure: StudyFigure, curves: Sequence[Curve]) -> list[str]:
         return f"{(x - first) / max(1, last - first) * WIDTH:.1f}"
 
     def y_of(y: float) -> str:
-        share = (min(max(y, least), most) - least) / (most - least)
+        share = (min(max(y, least), most) - least) / (most - least or 1.0)  # a flat line may be below 0
         return f"{(1 - share) * HEIGHT:.1f}"
 
     lines = [f'<text x="0" y="-12" font-weight="bold">{escape(figure.title)}</text>']

@@ -1,12 +1,27 @@
 """Differences paired by seed and slopes of variances, which decide about a claim."""
 
 import json
+import math
 import random
+import re
 from pathlib import Path
 
 import pytest
 
-from bench.claims import CLAIMS, RESULTS, ROOT, Claim, by_seed, outcome, ratio_slope, reward, run_folder, table
+from bench.claims import (
+    CLAIMS,
+    RESULTS,
+    ROOT,
+    Claim,
+    by_seed,
+    draw_variances,
+    log_variances,
+    outcome,
+    ratio_slope,
+    reward,
+    run_folder,
+    table,
+)
 from mcore_rl.cli.study import StudyRun
 
 
@@ -55,6 +70,20 @@ def test_of_independent_tokens_the_sums_variance_grows_and_the_means_falls(tmp_p
     for kind, slope in (("token", 0.0), ("sum", 1.0), ("mean", -1.0)):
         assert ratio_slope(kind, fixed=False)(run, tmp_path) == pytest.approx(slope, abs=0.05)
         assert ratio_slope(kind, fixed=True)(run, tmp_path) == pytest.approx(slope, abs=0.1)
+
+
+def test_the_picture_of_variances_has_a_line_where_all_runs_of_an_arm_have_a_length(tmp_path: Path) -> None:
+    """Tokens are 0.1 or -0.1 in the whole of a sample: variances are 0.01, and 0.04 for sums of two."""
+    for name, lengths in (("a-1", (2, 4, 8)), ("a-2", (2, 8))):
+        (tmp_path / name / "samples").mkdir(parents=True)
+        lines = [json.dumps({"log_ratios": [0.1 * (-1) ** at] * length}) for length in lengths for at in range(30)]
+        (tmp_path / name / "samples/step_0000000.jsonl").write_text("\n".join(lines) + "\n")
+    assert log_variances(tmp_path / "a-1", "sum", fixed=False)[2] == pytest.approx(math.log10(0.04))
+    assert log_variances(tmp_path / "a-1", "mean", fixed=False) == pytest.approx(dict.fromkeys((2, 4, 8), -2))
+    draw_variances([run_of("a", 1, 0.0), run_of("a", 2, 0.0)], tmp_path, tmp_path / "picture.svg")
+    lines = re.findall(r'polyline points="(.*?)"', (tmp_path / "picture.svg").read_text())
+    # No answer has the 16 tokens of the three figures of beginnings.
+    assert [line.count(",") for line in lines] == [2, 2, 2]
 
 
 def test_every_difference_is_of_arms_that_are_run() -> None:
