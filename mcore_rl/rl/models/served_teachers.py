@@ -202,8 +202,10 @@ def _refuse_other_tokens(where: str, theirs: ServerApi | Tokenizer, tokenizer: T
     """
     generator, all_ids, differing = random.Random(20260000), range(tokenizer.vocab_size), list[str]()
     texts = ["".join(generator.choices(PIECES, k=12)) for _ in range(COMPARED)]
+    ids: Sequence[int]
+    text_of: Callable[[Sequence[int]], str]
     if isinstance(theirs, ServerApi):
-        ids: Sequence[int] = generator.sample(all_ids, min(COMPARED, len(all_ids)))
+        ids = generator.sample(all_ids, min(COMPARED, len(all_ids)))
         tokens_of, text_of = theirs.tokens_of, theirs.text_of
     else:
         ids, tokens_of, text_of = all_ids[: theirs.vocab_size], theirs.encode, theirs.decode
