@@ -24,8 +24,7 @@ ENVIRONMENT = {
 
 
 def jobs_of_run():
-    lanes = re.search(r"^lanes=\((.*)\)$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
-    return lanes[1].replace('"', "").split()
+    return re.search(r"^jobs=\((.*)\)$", (ROOT / ".ci/run").read_text(), re.MULTILINE)[1].split()
 
 
 def test_the_workflow_runs_the_jobs_of_the_script():
