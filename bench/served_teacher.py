@@ -40,6 +40,8 @@ from mcore_rl.workers.launcher import free_port
 
 RESULTS = Path(__file__).parent / "results" / "served_teacher.json"
 STUDENT = "model.num_layers=2"
+TOKENIZER = "rl.distill.tokenizer.path=tokenizer"
+"""The teacher's too. It has few characters; without this the server would be asked about texts that have others."""
 LENGTHS = ("rl.prompts.smallest=2", "rl.prompts.largest=10")
 """Lengths of the strings that are fine-tuned on."""
 PROMPTS = ("rl.prompts.smallest=4", "rl.prompts.largest=7", "rl.eval.num_prompts=256")
@@ -169,7 +171,8 @@ def main() -> None:
         run_dir, steps = folder / "students", args.rollouts * UPDATES
         with served(folder, args.python) as url:
             words = [STUDENT, *PROMPTS, "checkpoint.load=student", f"optim.lr={RATE}", f"train.steps={steps}"]
-            words += [f"train.eval_interval={steps // COLUMNS}", f"rl.distill.teacher={url}", "rl.advantage.kind=zero"]
+            words += [f"train.eval_interval={steps // COLUMNS}", f"rl.distill.teacher={url}", TOKENIZER]
+            words += ["rl.advantage.kind=zero"]
             arms = {arm: ARMS[arm] for arm in args.arms}
             run_study(folder, study_toml(run_dir, args.seeds, words, arms), run_dir, None)
         RESULTS.write_text(json.dumps(results(folder, run_dir, args.python, args), indent=1) + "\n")
