@@ -11,6 +11,7 @@ import base64
 import io
 import json
 import math
+import re
 import runpy
 import sys
 import threading
@@ -310,6 +311,9 @@ class FakeServer:
         for name, allowed in call.values.items():
             if values[name] not in allowed:
                 return Refusal(call.wrong_value, json.dumps({"success": False, "message": f"{name}={values[name]}"}))
+        for name, pattern in call.patterns.items():
+            if values[name] is not None and not re.fullmatch(pattern, values[name]):
+                return Refusal(400, f"Parameter {name!r} must match {pattern}")
         tags = set(values.get("tags") or TAGS[self.kind])
         for refusal in call.refusals:
             if self._holds(refusal.when, tags if values.get("tags") or self.kind == "sglang" else set()):

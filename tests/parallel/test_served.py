@@ -198,6 +198,10 @@ MESSAGE_BYTES = 1 << 12
 """Most bytes of a message between ranks, which is far less than a layer has."""
 
 
+LOADING = threading.Lock()
+"""`from_pretrained` replaces `tie_weights` of all models while it runs: two at a time would leave it replaced."""
+
+
 class TransformersAnswers(TableAnswers):
     """Logprobs of texts by transformers, which reads the tensors that updates have brought as it reads a checkpoint."""
 
@@ -223,7 +227,8 @@ class TransformersAnswers(TableAnswers):
     def finish(self) -> None:
         self.model.config.save_pretrained(self.folder)
         save_file(self.tensors, self.folder / "model.safetensors", {"format": "pt"})
-        self.model = self.kind.from_pretrained(self.folder, attn_implementation="eager").eval()
+        with LOADING:
+            self.model = self.kind.from_pretrained(self.folder, attn_implementation="eager").eval()
 
     def adapted(self, folder: str) -> "TransformersAnswers":
         found = TransformersAnswers(self.model, self.folder.parent / Path(folder).name)

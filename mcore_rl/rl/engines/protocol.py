@@ -47,6 +47,8 @@ class Route:
     values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Values that a field may have; others are refused with the status `wrong_value`."""
     wrong_value: int = 422
+    patterns: Mapping[str, str] = field(default_factory=dict)
+    """Regular expressions that texts of a field are matched by, whole; others are refused with the status 400."""
     answer: Literal["json", "success", "text"] = "json"
     """Form of an answer; `success`: a JSON object whose "success" must be true, as status 200 alone says nothing."""
     refusals: tuple[Refusal, ...] = ()

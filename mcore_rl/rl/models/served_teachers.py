@@ -182,7 +182,7 @@ def probed_teacher(
     try:
         for tokens_T in sequences:
             (first, top), (again, _) = (api.scores(tokens_T, top_k=top_k) for _ in range(2))
-            made = api.generate(tokens_T, GREEDY, 0, salt=f"probe-{url}", request_id="probe-teacher")
+            made = api.generate(tokens_T, GREEDY, 0, salt="probe-teacher", request_id="probe-teacher")
             (scored,), _ = api.scores((*tokens_T, *made.tokens_T), start=len(tokens_T) - 1)
             gaps["asked twice"] += (differ(*pair) for pair in zip(first, again, strict=True))
             gaps["of a token that it chooses, as a text and as an answer"].append(differ(scored, made.logprobs_T[0]))

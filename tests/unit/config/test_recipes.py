@@ -117,7 +117,9 @@ def test_every_summary_is_what_the_recipe_is_for_and_not_the_size_of_its_cluster
     for recipe in recipes():
         program = recipe.name.rpartition("/")[2]
         assert recipe.summary.startswith(purposes.get(program, "")), recipe
-        words = "Evaluation|REINFORCE|GRPO|DAPO|CISPO|GSPO|PPO|Kimi|Pretraining|Fine-tuning|reward model|DPO"
+        words = (
+            "Evaluation|REINFORCE|GRPO|DAPO|CISPO|GSPO|PPO|Kimi|Pretraining|Fine-tuning|reward model|DPO|distillation"
+        )
         assert re.search(words, recipe.summary), recipe
 
 
