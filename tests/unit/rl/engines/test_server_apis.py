@@ -427,7 +427,7 @@ def test_an_adapter_is_loaded_asked_for_by_its_name_and_forgotten(server: FakeSe
     api, field = api_of(server), {"vllm": "model", "sglang": "lora_path"}[server.kind]
     api.load_adapter("policy-1", "/folder")
     assert list(server.adapters) == ["policy-1"]
-    api.generate((5,), SAMPLING, 1, salt="", request_id="a", adapter="policy-1")
+    api.generate((5,), SAMPLING, 1, salt="v0", request_id="a", adapter="policy-1")
     api.prompt_logprobs((5, 6), adapter="policy-1")
     api.prompt_logprobs((5, 6))
     without = {"vllm": "policy", "sglang": None}[server.kind]
