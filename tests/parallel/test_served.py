@@ -367,17 +367,22 @@ def test_copies_of_the_model_take_turns_by_layer_so_that_every_rank_gathers(case
             assert layers == {layer for layer in range(4) if layer % 2 == rank // 2}
 
 
-def pushed_by_a_rank_without_room(config: RlRunConfig, tensors: Tensors) -> tuple[PushReport, PushReport]:
-    """On a rank: the outcome of a push in which rank 3 cannot write files, and of the next."""
+def push_from_rank(config: RlRunConfig, tensors: Tensors) -> tuple[list[nn.Module], WeightPush]:
+    """On a rank: modules with these weights, and what pushes them to the config's servers."""
     start(PlatformConfig(layers="torch"))
     mesh = build_mesh(config.mesh)
     seed_ranks(1)
     chunks = loaded(config.model, tensors, mesh)
     engine, is_first = config.rl.engine, mesh.world.rank == 0
     apis = [server_apis(engine, config.model)(url) for url in engine.urls] if is_first else []
-    push = WeightPush(apis, chunks, mesh, config.model, engine, sampling_in(config))
+    return chunks, WeightPush(apis, chunks, mesh, config.model, engine, sampling_in(config))
+
+
+def pushed_by_a_rank_without_room(config: RlRunConfig, tensors: Tensors) -> tuple[PushReport, PushReport]:
+    """On a rank: the outcome of a push in which rank 3 cannot write files, and of the next."""
+    _, push = push_from_rank(config, tensors)
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if mesh.world.rank == 3:
+    if torch.distributed.get_rank() == 3:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
     failed = push.push(1)
     resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
@@ -520,14 +525,9 @@ class Fp8Answers(TransformersAnswers):
 
 def pushed_in_fp8(config: RlRunConfig, tensors: Tensors) -> tuple[PushReport, bool]:
     """On a rank: the outcome of a push of these weights, and whether the trainer has them bit for bit afterwards."""
-    start(PlatformConfig(layers="torch"))
-    mesh = build_mesh(config.mesh)
-    seed_ranks(1)
-    chunks = loaded(config.model, tensors, mesh)
-    engine, is_first = config.rl.engine, mesh.world.rank == 0
-    apis = [server_apis(engine, config.model)(url) for url in engine.urls] if is_first else []
+    chunks, push = push_from_rank(config, tensors)
     before = [shard.data.detach().clone() for shard in local_shards(chunks)]
-    report = WeightPush(apis, chunks, mesh, config.model, engine, sampling_in(config)).push(7)
+    report = push.push(7)
     return report, all(map(torch.equal, before, [shard.data.detach() for shard in local_shards(chunks)]))
 
 

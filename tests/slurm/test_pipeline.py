@@ -173,7 +173,7 @@ def test_a_run_that_loses_a_daemon_and_is_requeued_by_hand_ends_bit_equal(cluste
     nodes: list[str] = []
 
     def lose_daemon() -> None:
-        """Of the node with rank 0 and the batch script, while the run stands still."""
+        """The node with rank 0 and the batch script is lost while the run stands still."""
         nodes.extend(cluster.hosts(id_))
         cluster.kill_slurmd(nodes[0])
         for node in nodes:

@@ -44,7 +44,7 @@ def test_what_tests_and_benchmarks_import_of_each_other_and_of_the_package_is_th
 
 @cache
 def names_of(module):
-    """What a module can be asked for: its names and, of a package, its modules."""
+    """Return the names that can be imported from a module, with the modules of a package."""
     path = ROOT / module.replace(".", "/")
     file = next((one for one in (path.with_suffix(".py"), path / "__init__.py") if one.exists()), None)
     text = "" if file is None else file.read_text(encoding="utf-8")

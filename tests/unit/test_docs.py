@@ -128,8 +128,8 @@ def templates():
 def test_transformer_engine_is_compiled_for_the_installed_torch_wherever_it_is_recommended():
     """Its own manual says so too: pip's isolation takes the newest torch for the compilation."""
     pages = [page.read_text(encoding="utf-8") for page in PAGES]
-    told = [words for text in [*pages, *templates()] for words in re.findall(r"pip install ([^`\n]*)\[gpu\]", text)]
-    assert len(told) == 4 and all(words.startswith("--no-build-isolation ") for words in told)
+    advice = [words for text in [*pages, *templates()] for words in re.findall(r"pip install ([^`\n]*)\[gpu\]", text)]
+    assert len(advice) == 4 and all(words.startswith("--no-build-isolation ") for words in advice)
 
 
 def test_every_message_of_troubleshooting_is_one_of_the_code():

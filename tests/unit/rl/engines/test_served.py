@@ -455,7 +455,7 @@ def test_requests_of_a_server_whose_engine_hangs_go_to_another_one_in_seconds(
 
 @pytest.mark.parametrize("kind", APIS)
 def test_requests_in_progress_follow_the_queues_that_servers_report(kind: str, one_rank: Mesh, tmp_path: Path) -> None:
-    """Of what is in progress a server computes three at a time: six for both."""
+    """A server computes three requests at a time, so that both compute six of those in progress."""
     with served(one_rank, tmp_path, kind, requests=16) as ours:
         engine, state = ours.engine, ours.engine._state
         apis = [engine._api_at(server.url) for server in ours.servers]
