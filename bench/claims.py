@@ -253,35 +253,43 @@ def begin_as_grpo(run_dir: Path, words: Sequence[str], seeds: Sequence[int]) -> 
 
 
 def collapse(run_dir: Path, words: Sequence[str], seeds: Sequence[int]) -> Mapping[str, Sequence[str]]:
-    """Train a run at a rate at which it falls, and let arms begin before the fall and at its bottom."""
-    fallen = run_dir.with_name(f"{run_dir.name}-fallen")
-    many = [*words, "optim.lr=4e-3", f"train.steps={24 * UPDATES}", f"checkpoint.interval={2 * UPDATES}"]
-    many.append("checkpoint.keep=20")
-    run_study(run_dir.parent, study_toml(fallen, seeds[:1], many, {"GRPO": [GRPO]}), fallen, None)
-    rewards = read_run("GRPO", seeds[0], run_folder(fallen, "GRPO", seeds[0])).values("reward/mean")
+    """Train a run at the other claims' rate, then at the rate FALL: arms begin before its fall and at its bottom."""
+
+    def train(part: str, rollouts: int, *more: str) -> StudyRun:
+        many = [*words, f"train.steps={rollouts * UPDATES}", f"checkpoint.interval={2 * UPDATES}", *more]
+        folder = run_dir.with_name(f"{run_dir.name}-{part}")
+        run_study(run_dir.parent, study_toml(folder, seeds[:1], many, {"GRPO": [GRPO]}), folder, None)
+        checkpoints[part] = run_folder(folder, "GRPO", seeds[0]) / "checkpoints"
+        return read_run("GRPO", seeds[0], checkpoints[part].parent)
+
+    checkpoints: dict[str, Path] = {}
+    best = max(train("risen", 8, "optim.lr=1e-4").values("reward/mean"))
+    before = f"checkpoint.load={checkpoints['risen']}/iter_{8 * UPDATES:07d}"
+    rewards = train("fallen", 8, f"optim.lr={FALL}", "checkpoint.keep=20", before).values("reward/mean")
     pairs = [fmean(rewards[at : at + 2]) for at in range(0, len(rewards), 2)]
-    best = max(range(len(pairs)), key=pairs.__getitem__)
-    worst = min(range(best, len(pairs)), key=pairs.__getitem__)
-    if pairs[worst] > pairs[best] / 2:
-        raise SystemExit(
-            f"No collapse to recover from: the reward fell to {pairs[worst] / pairs[best]:.2f} of its best only."
-        )
-    checkpoints = run_folder(fallen, "GRPO", seeds[0]) / "checkpoints"
-    loads = {"before": max(best, 1), "bottom": worst + 1}
-    return {
-        arm: [f"checkpoint.load={checkpoints}/iter_{loads[arm.split(', ')[1]] * 2 * UPDATES:07d}"] for arm in RECOVERIES
-    }
+    worst = min(range(len(pairs)), key=pairs.__getitem__)
+    if pairs[worst] > best / 2:
+        raise SystemExit(f"No collapse to recover from: the reward fell to {pairs[worst] / best:.2f} of its best only.")
+    bottom = f"checkpoint.load={checkpoints['fallen']}/iter_{(worst + 1) * 2 * UPDATES:07d}"
+    return {arm: [before if "before" in arm else bottom] for arm in RECOVERIES}
 
 
+FALL = "2e-3"
+"""Learning rate at which a run collapses."""
 SWITCHED = "GRPO then GSPO"
 PAIRS = {"GRPO": [GRPO], "GSPO": [GSPO]}
+RECOVERED = (
+    ("GRPO", "1e-4", [GRPO]),
+    ("GSPO", "1e-4", [GSPO]),
+    ("GRPO + R3", "1e-4", [GRPO, R3]),
+    ("GRPO", FALL, [GRPO]),
+)
 RECOVERIES = {
     f"{name}, {place}, {rate}": [*loss, f"optim.lr={rate}"]
-    for name, loss in (*PAIRS.items(), ("GRPO + R3", [GRPO, R3]))
+    for name, rate, loss in RECOVERED
     for place in ("before", "bottom")
-    for rate in ("4e-3", "1.3e-3")
 }
-"""Methods from the last checkpoint before a fall and from its bottom, at the rate at which it fell and at a third."""
+"""Methods from the last checkpoint before a fall and from its bottom, and one at the rate of the fall."""
 CLAIMS = {
     "length": Claim(
         sentence="The variance of token ratios grows with the length, that of a sequence's mean does not",
@@ -399,8 +407,7 @@ CLAIMS = {
                 reward_at_end,
                 {f"{name}, before, {rate}": 1.0, f"{name}, bottom, {rate}": -1.0},
             )
-            for name in ("GRPO", "GRPO + R3", "GSPO")
-            for rate in ("4e-3", "1.3e-3")
+            for name, rate, _ in RECOVERED
         },
     ),
 }
