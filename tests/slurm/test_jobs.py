@@ -90,6 +90,7 @@ def test_an_array_trains_one_run_for_each_seed(cluster: Cluster) -> None:
     assert [len(run) for run in runs] == [4, 4] and runs[0] != runs[1]
 
 
+@pytest.mark.full
 def test_a_heterogeneous_job_tells_the_program_its_servers_and_ends_them_with_it(cluster: Cluster) -> None:
     servers = Servers(
         nodes=2,

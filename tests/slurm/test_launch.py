@@ -34,13 +34,13 @@ PIPELINE = """
 name = "both"
 [pretrain]
 config = "data/pretrain.toml"
-fields = ["run_dir=launched", "train.steps=6", "checkpoint.interval=3", "mesh.tp=2", "mesh.pp=2", "mesh.ep=2"]
-nodes = 4
+fields = ["run_dir=launched", "train.steps=6", "checkpoint.interval=3", "mesh.tp=2", "mesh.ep=2"]
+nodes = 2
 [sft]
 config = "data/sft.toml"
 fields = ["run_dir=tuned", "train.steps=3", "checkpoint.load=launched", "checkpoint.load_optimizer=false",
-  "mesh.dp=auto", "data.train=['answers.jsonl']"]
-nodes = 2
+  "data.train=['answers.jsonl']"]
+nodes = 1
 [convert]
 arguments = ["export", "tuned", "exported"]
 """

@@ -166,6 +166,7 @@ def alone(cluster: Cluster, pipeline: Pipeline) -> Path:
     return pipeline.run_dir
 
 
+@pytest.mark.full
 def test_a_run_that_loses_a_daemon_and_is_requeued_by_hand_ends_bit_equal(cluster: Cluster, alone: Path) -> None:
     script = uninterrupted(cluster, "deserted", exclude="n4,n5")
     run_dir = Path(script.run_dir)
