@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import EngineError
-from mcore_rl.families import hf_config
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import start
 from mcore_rl.model.build import build_model, local_shards
@@ -34,7 +33,7 @@ from mcore_rl.model.hf_stream import WeightStream
 from mcore_rl.rl.engines.base import Capabilities, Sampling
 from mcore_rl.rl.engines.served import ServedEngine
 from mcore_rl.rl.engines.server_api import HttpClient, Owner, ServedCompletion, ServerApi
-from mcore_rl.rl.engines.server_process import ServerFleet
+from mcore_rl.rl.engines.server_process import ServerFleet, model_folder
 from mcore_rl.rl.engines.vllm_api import VllmApi
 from mcore_rl.rl.engines.weight_push import PushReport, WeightPush
 from mcore_rl.rl.sampling import Cut
@@ -94,15 +93,18 @@ FAULTS = {
 
 
 @functools.cache
-def warm(python: str) -> "subprocess.Popen[str]":
+def warm(python: str, *, interpreted: bool) -> "subprocess.Popen[str]":
     """The process that has imported vLLM, and forks servers until these tests end."""
+    environment = os.environ | SETTINGS | ({"TRITON_INTERPRET": "1"} if interpreted else {})
     return subprocess.Popen(
-        [python, str(FORKED)], env=os.environ | SETTINGS, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [python, str(FORKED)], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
 
 
 class VllmServer:
-    """A server of a model with random weights of vLLM's own; nothing of it outlives `close`."""
+    """A server of a model with random weights of vLLM's own; nothing of it outlives `close`. `interpreted`: with the
+    model runner of GPUs, which alone records routes, and Triton's interpreter, which takes half a second a token.
+    """
 
     def __init__(
         self,
@@ -112,23 +114,32 @@ class VllmServer:
         backend: str = "mcore_files",
         dtype: str = "float32",
         arguments: Sequence[str] = (),
+        *,
+        port: int | None = None,
+        in_fp8: bool = False,
+        interpreted: bool = False,
     ) -> None:
         folder.mkdir(parents=True)
-        config = hf_config(model) | {"dtype": dtype, "torch_dtype": dtype}
-        (folder / "config.json").write_text(json.dumps(config))
-        port = free_port()
+        port = port or free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log = folder / "server.log"
         arguments = [
             *arguments,
-            *("--model", str(folder), "--served-model-name", "policy", "--load-format", "dummy"),
+            *(
+                "--model",
+                str(model_folder(model, dtype, folder, in_fp8=in_fp8)),
+                "--served-model-name",
+                "policy",
+                "--load-format",
+                "dummy",
+            ),
             *("--host", "127.0.0.1", "--port", str(port), "--skip-tokenizer-init", "--enable-scale-out"),
             *("--dtype", dtype, "--max-model-len", str(MAX_TOKENS), "--max-num-seqs", "64"),
             *("--enforce-eager", "--logprobs-mode", "processed_logprobs"),
             *("--worker-extension-cls", "mcore_rl.vllm_worker.Extension"),
             *("--weight-transfer-config", json.dumps({"backend": backend})),
         ]
-        one = warm(python)
+        one = warm(python, interpreted=interpreted)
         assert one.stdin is not None and one.stdout is not None
         print(json.dumps([str(self.log), arguments]), file=one.stdin, flush=True)
         self.process = psutil.Process(int(one.stdout.readline()))
@@ -220,12 +231,13 @@ class Trainer:
     def push(self, *apis: VllmApi, **engine: Any) -> PushReport:
         """Give the weights to servers as the next version."""
         self.version += 1
-        config = engine_config(kind="vllm", urls=tuple(api.url for api in apis), **engine)
-        return WeightPush(apis, self.chunks, self.mesh, self.model, config, Sampling(max_new_tokens=1)).push(
-            self.version
-        )
+        return self.pushing(*apis, **engine).push(self.version)
 
-    @torch.no_grad()
+    def pushing(self, *apis: VllmApi, **engine: Any) -> WeightPush:
+        """Return what gives the weights of one run to servers, push by push."""
+        config = engine_config(kind="vllm", urls=tuple(api.url for api in apis), **engine)
+        return WeightPush(apis, self.chunks, self.mesh, self.model, config, Sampling(max_new_tokens=1))
+
     def logprobs(
         self, prompt_T: Sequence[int], tokens_T: Sequence[int], temperature: float = 1.0, vocab_size: int | None = None
     ) -> tuple[list[float], int]:
@@ -235,14 +247,37 @@ class Trainer:
         The pass is in fp64: in fp32 its own rounding is 7e-6 of the 1e-5 that are allowed. A token whose experts K and
         K + 1 are nearly alike takes either by rounding, and the tokens after it read what it wrote: none is compared.
         """
-        gaps = list[Tensor]()
+        logits_SV, probs_LSE = self._passed((*prompt_T, *tokens_T))
+        first = len(prompt_T) - 1
+        logits_TV = logits_SV[first:-1, : vocab_size or self.model.vocab_size] / temperature
+        picked_T1 = logits_TV.log_softmax(-1).gather(1, torch.tensor(tokens_T)[:, None])
+        assert len(probs_LSE) == sum(self.model.moe_layers) and picked_T1.dtype == torch.float64
+        if not probs_LSE:
+            return picked_T1[:, 0].tolist(), len(tokens_T)
+        return picked_T1[:, 0].tolist(), min(max(0, self._num_sure(probs_LSE) - first), len(tokens_T))
+
+    def routes(self, tokens_S: Sequence[int]) -> tuple[Tensor, int]:
+        """Return the experts of each token by one pass of the modules that train, `[tokens, layers, K]`, in ascending
+        order, and how many tokens are sure to take the same routes in a server.
+        """
+        _, probs_LSE = self._passed(tokens_S)
+        routes_LSK = torch.stack(probs_LSE).topk(self.model.moe.top_k).indices.sort(-1).values
+        return routes_LSK.transpose(0, 1), self._num_sure(probs_LSE)
+
+    def _num_sure(self, probs_LSE: Sequence[Tensor]) -> int:
+        top_LSK = torch.stack(list(probs_LSE)).topk(self.model.moe.top_k + 1).values
+        alike = ((top_LSK[..., -2] - top_LSK[..., -1]).amin(0) < NEARLY_ALIKE).nonzero()
+        return int(alike[0]) if len(alike) else top_LSK.shape[1]
+
+    @torch.no_grad()
+    def _passed(self, tokens_S: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
+        """Return the logits after each token, and the experts' probabilities, layer by layer."""
+        probs_LSE = list[Tensor]()
 
         def measure(router: nn.Module, inputs: tuple[Tensor, ...], _: object) -> None:
-            probs_SE = (inputs[0][:, 0] @ router.weight.mT).softmax(-1)
-            top_SK = probs_SE.topk(self.model.moe.top_k + 1).values
-            gaps.append(top_SK[:, -2] - top_SK[:, -1])
+            probs_LSE.append((inputs[0][:, 0] @ router.weight.mT).softmax(-1))
 
-        ids_1S = torch.tensor([[*prompt_T, *tokens_T]])
+        ids_1S = torch.tensor([list(tokens_S)])
         positions_1S = torch.arange(ids_1S.shape[1])[None]
         # Process groups, which cannot be copied, are those of the copy too.
         with patch.object(dist.ProcessGroup, "__deepcopy__", lambda group, memo: group, create=True):
@@ -253,16 +288,7 @@ class Trainer:
             elif "inv_freq" in vars(module):
                 module.inv_freq = module.inv_freq.float()  # angles as servers have them: rounded at late positions
         with in_double():
-            logits_SV: Tensor = model(ids_1S, positions_1S, attention_mask=None)[0]
-        first = len(prompt_T) - 1
-        logits_TV = logits_SV[first:-1, : vocab_size or self.model.vocab_size] / temperature
-        picked_T1 = logits_TV.log_softmax(-1).gather(1, torch.tensor(tokens_T)[:, None])
-        assert len(gaps) == sum(self.model.moe_layers) and picked_T1.dtype == torch.float64
-        if not gaps:
-            return picked_T1[:, 0].tolist(), len(tokens_T)
-        alike = (torch.stack(gaps).amin(0) < NEARLY_ALIKE).nonzero()
-        num_sure = int(alike[0]) - first if len(alike) else len(tokens_T)
-        return picked_T1[:, 0].tolist(), max(0, num_sure)
+            return model(ids_1S, positions_1S, attention_mask=None)[0], probs_LSE
 
     def compared(
         self,
