@@ -1,11 +1,14 @@
-"""Loaded inside vLLM's workers: two weight-transfer backends for vLLM's public registry, on CPUs and GPUs.
+"""Loaded inside vLLM's workers: three weight-transfer backends for vLLM's public registry, on CPUs and GPUs.
 
 It imports nothing of this package, and needs vLLM and what that needs alone. The folder above has to be on PYTHONPATH:
 
     --worker-extension-cls mcore_rl.vllm_worker.Extension --weight-transfer-config '{"backend": "mcore_files"}'
 """
 
+import base64
 import json
+import math
+import platform
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,17 +43,16 @@ class FileUpdate(base.WeightTransferUpdateInfo):
 
 
 @dataclass
-class BroadcastUpdate(base.WeightTransferUpdateInfo):
-    """One bucket that the trainer, rank 0 of the group, broadcasts tensor by tensor."""
+class SourceUpdate(base.WeightTransferUpdateInfo):
+    """One bucket that comes from a source which stays open during an update."""
 
     names: list[str] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
     """Names of torch's types, such as "bfloat16"."""
     shapes: list[list[int]] = field(default_factory=list)
-    group: dict[str, Any] = field(default_factory=dict)
-    """Group to join before: backend, host, port, rank (of the server's first worker), size, timeout_s; empty: the
-    group of the bucket before.
-    """
+    source: dict[str, Any] = field(default_factory=dict)
+    """A group to join: backend, host, port, rank (of the server's first worker), size, timeout_s. Or handles of memory,
+    with bytes in base64, by the GPU's UUID or the machine's name. Empty: the source of the bucket before."""
 
 
 class ReloadEngine(base.WeightTransferEngine[base.WeightTransferInitInfo, Any]):
@@ -92,9 +94,9 @@ class ReloadEngine(base.WeightTransferEngine[base.WeightTransferInitInfo, Any]):
         """Put the new weights in use."""
         with self._on_device():
             finalize_layerwise_reload(self.model, self.model_config)
-        self.restore_kernels()
+        self.end_update()
 
-    def restore_kernels(self) -> None:
+    def end_update(self) -> None:
         """Give layers that got no weights, which are still packed as their old kernel wants them, this kernel back."""
         for method, kernel in self._kernels:
             if method.moe_kernel is None:
@@ -195,28 +197,63 @@ def changed(old: Mapping[str, Tensor], differences: Mapping[str, Tensor]) -> dic
         return dict(zip(differences, pool.map(new, differences), strict=True))
 
 
-class BroadcastEngine(ReloadEngine):
+class SlotEngine(ReloadEngine):
+    """Receives buckets from a source that is open during an update: memory, a slot, to which the trainer's rank on this
+    worker's device writes each of them.
+    """
+
+    update_info_cls = SourceUpdate
+    _source: Any = None
+
+    def end_update(self) -> None:
+        """Close the source."""
+        self._source = None
+        super().end_update()
+
+    def _tensors(self, update_info: SourceUpdate) -> Iterator[tuple[str, Tensor]]:
+        if update_info.source:
+            self._source = self._open(update_info.source)
+        if self._source is None:
+            raise ValueError("no source has been named since the last update: the first bucket names it")
+        dtypes = [getattr(torch, dtype) for dtype in update_info.dtypes]
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(update_info.shapes, dtypes, strict=True)]
+        parts = zip(update_info.names, self._received(sizes), dtypes, update_info.shapes, strict=True)
+        for name, bytes_N, dtype, shape in parts:
+            yield name, bytes_N.view(dtype).view(shape)
+
+    def _open(self, source: dict[str, Any]) -> Any:
+        device = torch.device(self.device)
+        is_cpu = device.type == "cpu"
+        own = platform.node() if is_cpu else str(torch.cuda.get_device_properties(device).uuid)
+        if own not in source:
+            raise ValueError(f"this worker is on {own}, and the trainer shares memory of {', '.join(source)}")
+        handle = [base64.b64decode(one) if isinstance(one, str) else one for one in source[own]]
+        if not is_cpu:
+            # Without the name of torch's file that counts readers: the trainer counts for workers, which may be killed.
+            handle[0], handle[4] = device.index, b"/none"
+        new = torch.UntypedStorage._new_shared_filename_cpu if is_cpu else torch.UntypedStorage._new_shared_cuda
+        return torch.empty(0, dtype=torch.uint8, device=device).set_(new(*handle))
+
+    def _received(self, sizes: Sequence[int]) -> Iterator[Tensor]:
+        """Yield the bytes of tensors of these sizes in bytes."""
+        if sum(sizes) > len(self._source):
+            raise ValueError(f"{len(sizes)} tensors have {sum(sizes)} bytes, and the slot has {len(self._source)}")
+        # Copies: a module keeps tensors until it has all, and the slot has the next bucket after the answer.
+        return (part_N.clone() for part_N in self._source[: sum(sizes)].split(sizes))
+
+
+class BroadcastEngine(SlotEngine):
     """Receives buckets over a process group of the trainer's sending rank and all workers of all servers."""
 
-    update_info_cls = BroadcastUpdate
-    _group: Any = None
+    def _open(self, source: dict[str, Any]) -> Any:
+        config = self.parallel_config
+        return join(source, source["rank"] + config.data_parallel_index * config.world_size + config.rank)
 
-    def finish_weight_update(self) -> None:
-        """Leave the group, which is of one update, and put the new weights in use."""
-        self._group = None
-        super().finish_weight_update()
-
-    def _tensors(self, update_info: BroadcastUpdate) -> Iterator[tuple[str, Tensor]]:
-        if update_info.group:
-            config = self.parallel_config
-            rank = config.data_parallel_index * config.world_size + config.rank
-            self._group = join(update_info.group, update_info.group["rank"] + rank)
-        if self._group is None:
-            raise ValueError("no group has been named since the last update: the first bucket names it")
-        for name, dtype, shape in zip(update_info.names, update_info.dtypes, update_info.shapes, strict=True):
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
-            broadcast(self._group, tensor)
-            yield name, tensor
+    def _received(self, sizes: Sequence[int]) -> Iterator[Tensor]:
+        for size in sizes:
+            bytes_N = torch.empty(size, dtype=torch.uint8, device=self.device)
+            self._source.broadcast(bytes_N, 0).wait()
+            yield bytes_N
 
 
 def checksum(file: Path) -> str:
@@ -239,14 +276,9 @@ def join(group: dict[str, Any], rank: int) -> Any:
     return dist.ProcessGroupGloo(store, rank, int(group["size"]), limit)
 
 
-def broadcast(group: Any, tensor: Tensor) -> None:
-    """Collective over the group: fill `tensor` with rank 0's."""
-    # As bytes, since not every backend has every type.
-    group.broadcast(tensor.view(-1).view(torch.uint8), 0).wait()
-
-
 WeightTransferEngineFactory.register_engine("mcore_files", FileEngine)
 WeightTransferEngineFactory.register_engine("mcore_broadcast", BroadcastEngine)
+WeightTransferEngineFactory.register_engine("mcore_slots", SlotEngine)
 
 
 class Extension:
@@ -276,5 +308,5 @@ class Extension:
                     layerwise._place_kernel_tensors(module, info)
                 info.reset()
         layerwise.LOADING_LAYERS.clear()
-        engine.restore_kernels()
+        engine.end_update()
         engine.reset_weight_update_target()

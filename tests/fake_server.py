@@ -64,11 +64,11 @@ def worker_module() -> dict[str, Any]:
             del sys.modules[name]
 
 
-def file_engine() -> Any:
-    """The engine of files in a worker of vLLM, which keeps none yet."""
+def worker_engine(name: str = "FileEngine") -> Any:
+    """An engine of mcore_rl/vllm_worker.py in a worker of vLLM, which has received nothing yet."""
     with LOADING:
         members = worker_module()
-    engine = members["FileEngine"].__new__(members["FileEngine"])
+    engine = members[name].__new__(members[name])
     engine.device, engine.extension = "cpu", members["Extension"]
     return engine
 
@@ -217,7 +217,7 @@ class FakeServer:
     has_extension: bool = True
     """Whether vLLM's workers have this package's extension."""
     engine: Any = None
-    """Part of a worker that keeps the bytes of files (`file_engine`); None: it keeps none."""
+    """Part of a worker that keeps the bytes of files, or a slot open (`worker_engine`); None: it keeps none."""
     is_half_filled: bool = False
     """Whether a failed update has left modules of vLLM with a part of their weights: what comes next is wrong."""
     misuses: list[str] = field(default_factory=list)
@@ -397,20 +397,22 @@ class FakeServer:
             self.aborted |= {name.removeprefix("generate-tokens-") for name in names}
         elif path == "/collective_rpc":
             if values["method"] == "take_files" and self.has_extension:
-                self.engine = self.engine or file_engine()
+                self.engine = self.engine or worker_engine()
                 worker = SimpleNamespace(weight_transfer_engine=self.engine)
                 return {"results": [self.engine.extension.take_files(worker, *values["args"])]}
             if values["method"] != "abort_update" or not self.has_extension:
                 return Refusal(500, f"no method {values['method']}")
-            self.is_half_filled = False
+            self._end_update()
             self.state.discard("session")
             return {"results": [None]}
         elif path == "/update_weights":
             update = values["update_info"]
-            if any("version" in file for file in update.get("files", ())):
+            if "source" in update:
+                self.engine = self.engine or worker_engine("SlotEngine")
+            if "source" in update or any("version" in file for file in update.get("files", ())):
                 try:
                     update = {"tensors": dict(self.engine._tensors(SimpleNamespace(**update)))}
-                except (AttributeError, ValueError) as error:
+                except (AttributeError, RuntimeError, ValueError) as error:
                     self.is_half_filled = True
                     self.state.discard("session")
                     return Refusal(500, f"no such file here: {error}")
@@ -421,7 +423,7 @@ class FakeServer:
         elif path in ("/finish_weight_update", "/update_weight_version"):
             if not self.is_half_filled and (path == "/finish_weight_update" or self.kind == "sglang"):
                 self.answers.finish()
-            self.is_half_filled = False
+            self._end_update()
             self.version = values.get("weight_version") or values.get("new_version") or self.version
         elif path in ("/v1/load_lora_adapter", "/load_lora_adapter"):
             if values["lora_name"] in self.adapters:
@@ -435,6 +437,11 @@ class FakeServer:
         elif path == "/flush_cache":
             return "Cache flushed."
         return {"success": fault != "no_success"}
+
+    def _end_update(self) -> None:
+        self.is_half_filled = False
+        if self.engine is not None:
+            self.engine.end_update()
 
     def _generated(self, body: dict[str, Any], fault: str | None) -> Any:
         asked, wants_prompt = self._asked(body)

@@ -36,6 +36,7 @@ STEPS = {
     "slice": 150,
     "rl": 90,
     "servers": 120,
+    "slots": 120,
     "conversion": 30,
     "extras": 60,
     "ranks": 60,

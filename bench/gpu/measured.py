@@ -340,7 +340,16 @@ def vllm_python() -> str | None:
 
 
 def servers(on: Machine) -> str:
-    """A push of a model's weights to a vLLM server, its probe, and the server's tokens/s."""
+    """A push of a model's weights by files to a vLLM server, its probe, and the server's tokens/s."""
+    return _served(on, "mcore_files")
+
+
+def slots(on: Machine) -> str:
+    """The same by memory that trainer and server share: CUDA IPC, or named shared memory on a CPU."""
+    return _served(on, "mcore_slots", transport="ipc", share_gpus=True)
+
+
+def _served(on: Machine, backend: str, **engine: Any) -> str:
     python = vllm_python()
     if python is None:
         raise NotRunError(f"vLLM is not installed: MCORE_RL_VLLM names no Python, {VLLM} does not exist")
@@ -352,7 +361,7 @@ def servers(on: Machine) -> str:
     arguments = ("--gpu-memory-utilization", VLLM_MEMORY) if on.is_gpu else ()
     count, prompt, answer = (64, 256, 128) if on.is_large else (4, 8, 16)
     with tempfile.TemporaryDirectory() as folder:
-        server = VllmServer(python, model, Path(folder, "model"), dtype=dtype, arguments=arguments)
+        server = VllmServer(python, model, Path(folder, "model"), backend=backend, dtype=dtype, arguments=arguments)
         try:
             begin = time.perf_counter()
             server.wait()
@@ -360,7 +369,7 @@ def servers(on: Machine) -> str:
             trainer = Trainer(model, on.mesh, precision)
             trainer.randomize(seed=1)
             reports = []
-            peak = on.peak_bytes(lambda: reports.append(trainer.push(server.api)))
+            peak = on.peak_bytes(lambda: reports.append(trainer.push(server.api, **engine)))
             (report,) = reports
             if not report.living:
                 raise AssertionError(f"the push failed: {dict(report.failed)}")
@@ -368,7 +377,8 @@ def servers(on: Machine) -> str:
             on.keep("push", {"bytes": report.num_bytes, "seconds": dict(report.seconds), "probe": report.probe})
             on.show("push with its probe", f"{report.num_bytes / GIB:.3f} GiB in {seconds:.2f} s", str(report.seconds))
             on.show("probe", f"{report.probe:.1e} nats", f"at most {report.limit.limit:.1e}")
-            plan = plan_of(rl_config(on, model, "rl.engine.kind=vllm"))
+            words = [f"rl.engine.{name}={str(value).lower()}" for name, value in engine.items()]
+            plan = plan_of(rl_config(on, model, "rl.engine.kind=vllm", *words))
             on.beside_plan("peak of a push, of weights alone", peak, plan.weights + plan.pushed)
             prompts = random_prompts(count, prompt, model.vocab_size)
             begin = time.perf_counter()

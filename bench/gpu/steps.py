@@ -28,13 +28,14 @@ ALL: dict[str, Callable[[Machine], str]] = {
     "slice": measured.slice,
     "rl": measured.rl,
     "servers": measured.servers,
+    "slots": measured.slots,
     "conversion": equal.conversion,
     "extras": equal.extras,
     "ranks": equal.ranks,
 }
 """The function of each step, which returns a line; `STEPS` of __main__ has their order and times. `reference` is a part
 of `training`."""
-NEEDS_MESH = {"families", "rl", "servers", "conversion"}
+NEEDS_MESH = {"families", "rl", "servers", "slots", "conversion"}
 
 
 def main() -> None:

@@ -88,11 +88,6 @@ def _shared(engine: ServedConfig, config: RlRunConfig, world_size: int) -> Itera
         )
     elif engine.min_servers > world_size // size:
         yield f"rl.engine.min_servers={engine.min_servers} of {world_size // size} servers. Lower it."
-    if engine.broadcasts:
-        yield (
-            f'{wanted} with rl.engine.transport="nccl": NCCL has no group with two processes on one GPU. Set '
-            'transport="files".'
-        )
     if rl.rollout.max_staleness:
         yield (
             f"{wanted} with rl.rollout.max_staleness={rl.rollout.max_staleness}: the servers sleep while the policy "
@@ -152,17 +147,25 @@ def _places(engine: ServedConfig, device: str) -> Iterator[str]:
 
 
 def _servers(engine: ServedConfig) -> Iterator[str]:
+    wrong_ways = {
+        ("nccl", True): "NCCL has no group with two processes on one GPU",
+        ("ipc", False): "only servers on the GPUs of the ranks can read their memory",
+    }
+    if reason := wrong_ways.get((engine.way, engine.share_gpus)):
+        shared = toml_value(engine.share_gpus)
+        yield f'rl.engine.transport="{engine.way}" with rl.engine.share_gpus={shared}: {reason}. Set transport="files".'
     at_urls = "rl.engine.urls, whose servers were started with a model"
+    by = f'rl.engine.transport="{engine.way}"'
     yield from unused(
         "rl.engine",
         engine,
-        (engine.broadcasts, "transport_dir", 'rl.engine.transport="nccl"'),
+        (engine.way != "files", "transport_dir", by),
         (engine.lora == "merged", "base_model", 'rl.engine.lora="merged": servers get all weights from the trainer'),
         (engine.lora == "adapter" and not engine.is_started, "base_model", at_urls),
     )
     if isinstance(engine, VllmConfig):
-        cause = 'rl.engine.transport="nccl" and with rl.engine.lora="adapter"'
-        yield from unused("rl.engine", engine, (engine.broadcasts or engine.lora == "adapter", "delta", cause))
+        wrong = {by: engine.way != "files", 'rl.engine.lora="adapter"': engine.lora == "adapter"}
+        yield from unused("rl.engine", engine, *((is_wrong, "delta", cause) for cause, is_wrong in wrong.items()))
     own_arguments = OWN_ARGUMENTS | (SHARED_ARGUMENTS if engine.share_gpus else frozenset())
     if own := [argument for argument in engine.args if argument.split("=")[0] in own_arguments]:
         yield (
@@ -183,8 +186,8 @@ def _adapters(engine: ServedConfig, lora: LoraConfig, model: ModelConfig, max_st
             f"{wanted} with servers that the run starts, and no rl.engine.base_model: the servers have to load the "
             "base by themselves. Name a Hugging Face folder of it (`mcore-rl convert export` makes one)."
         )
-    if engine.broadcasts:
-        yield f'{wanted} with rl.engine.transport="nccl": adapters come as files. Set it to "files".'
+    if engine.way != "files":
+        yield f'{wanted} with rl.engine.transport="{engine.way}": adapters come as files. Set it to "files".'
     if max_staleness:
         yield (
             f"{wanted} with rl.rollout.max_staleness={max_staleness}: a completion that goes on "

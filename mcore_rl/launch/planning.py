@@ -411,7 +411,7 @@ def _servers(served: ServedConfig | None, cluster: ClusterConfig, options: JobOp
         words = shlex.join(["serve", str(folder / "config.toml"), "--count", str(ports)])
         command = f'exec {{python}} -m mcore_rl.cli.cli {words} --port "$SERVER_PORT"'
         arguments += ("rl.engine.urls=[{urls}]",)
-        if not served.broadcasts and served.transport_dir is None:
+        if served.way == "files" and served.transport_dir is None:
             # Servers on other nodes see the run's folder too; a launch lies in <run_dir>/launch/<n>.
             arguments += (f"rl.engine.transport_dir={folder.parents[1] / 'servers' / 'weights'}",)
     if not command:

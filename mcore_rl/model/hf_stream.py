@@ -170,6 +170,12 @@ class WeightStream:
 
         on_every_rank(refuse_missing)
 
+    @property
+    def largest_bytes(self) -> int:
+        """Size of the largest bucket in bytes, on the rank that gathers it; at most that on others."""
+        parts = ([*chain(*(chain(*self._pieces[name].values()) for name in names))] for names in self._buckets.values())
+        return max(sum(piece.num_bytes for piece in of_bucket) for of_bucket in parts)
+
     def __iter__(self) -> Iterator[Bucket]:
         """Collective over the world: yield the buckets in the order of the family's rules, each with the tensors that
         this rank gathers, of which there may be none.

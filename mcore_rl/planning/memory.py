@@ -427,18 +427,21 @@ class StageMemory:
         return slots * (training.sample_length * numbers * self.layer.element + states)
 
     def _pushed(self, rollouts: Rollouts, stage: int) -> int:
-        # Every rank gathers layers with its own experts; rank 0 whole layers, for a broadcast and for files that other
-        # machines may not see. A bucket is gathered while the one before it is written.
+        # Every rank gathers layers with its own experts; rank 0 whole layers, for a broadcast, slots, and files that
+        # other machines may not see. A bucket is gathered while the one before it is written; a slot is on every rank.
         model, mesh, engine = self.training.model, self.training.mesh, rollouts.engine
         if not isinstance(engine, ServedConfig) or (self.training.lora.is_on and engine.lora == "adapter"):
             return 0
-        if stage and engine.broadcasts:
+        if stage and engine.way == "nccl":
             return 0
+        if engine.way == "ipc":
+            largest = max(largest_layer(model, model.layer_kinds), model.vocab_size * model.hidden_size)
+            return largest * self.layer.element * (1 if stage else 2)
         is_alone = engine.transport_dir is None and not engine.share_gpus
         kinds, ep = (model.layer_kinds, 1) if is_alone and not stage else (self.layout.kinds[stage], mesh.ep)
         layer = largest_layer(model, kinds, ep)
         vocabulary = model.vocab_size * model.hidden_size if stage in (0, mesh.pp - 1) else 0
-        written = 0 if engine.broadcasts else layer * (1 if engine.in_fp8 else self.layer.element)
+        written = 0 if engine.way == "nccl" else layer * (1 if engine.in_fp8 else self.layer.element)
         return max(layer, vocabulary) * self.layer.element + written
 
     def _sent(self, rollouts: Rollouts, server: SharedServer | None) -> int:

@@ -110,9 +110,9 @@ def test_a_trainer_that_is_killed_in_any_state_leaves_no_server_and_its_next_sta
     command = json.dumps([sys.executable, str(ROOT / "tests/fake_server.py")])
     words = [rl_file, *WORDS, f"run_dir={run_dir}", f"rl.engine.command={command}", "checkpoint.interval=1"]
     for number, call in enumerate(STATES.values()):
-        killed = begin_main(
-            "mcore_rl.programs.rl", [*words, f'rl.engine.args=["--hang","{call}"]'], tmp_path / f"out_{number}"
-        )
+        way = f"rl.engine.transport={('files', 'ipc')[number % 2]}"  # by slots in a push
+        hanging = [*words, way, f'rl.engine.args=["--hang","{call}"]']
+        killed = begin_main("mcore_rl.programs.rl", hanging, tmp_path / f"out_{number}")
         assert killed.pid is not None
         try:
             wait_for(partial(says, log, f"hangs at {call.partition('#')[0]}"), 120)
@@ -126,21 +126,21 @@ def test_a_trainer_that_is_killed_in_any_state_leaves_no_server_and_its_next_sta
         text = log.read_text()
         assert "misused" not in text, text
         log.unlink()
-    run = run_main("mcore_rl.programs.rl", words)
+    run = run_main("mcore_rl.programs.rl", [*words, "rl.engine.transport=ipc"])
     assert run.returncode == 0 and "misused" not in log.read_text(), run.stderr
     assert (run_dir / "DONE").exists()
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("way", ["files", "ipc"])
 def test_four_ranks_start_two_servers_of_two_gpus_and_the_first_of_each_pair_ends_its_own(
-    rl_file: Path, tmp_path: Path
+    way: str, rl_file: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
     command = json.dumps([sys.executable, str(ROOT / "tests/fake_server.py")])
     words = [rl_file, *WORDS, f"run_dir={run_dir}", f"rl.engine.command={command}", "rl.engine.tensor_parallel=2"]
-    run = run_main(
-        "mcore_rl.programs.rl", [*words, "mesh.tp=2", "mesh.ep=2", "mesh.dp=auto", "train.steps=2"], num_ranks=4
-    )
+    words += [f"rl.engine.transport={way}", "mesh.tp=2", "mesh.ep=2", "mesh.dp=auto", "train.steps=2"]
+    run = run_main("mcore_rl.programs.rl", words, num_ranks=4)
     assert run.returncode == 0, run.stderr
     status = json.loads((run_dir / "servers/status.json").read_text())
     assert [one["is_serving"] for one in status["servers"]] == [True, True]
@@ -157,7 +157,7 @@ def test_a_server_that_is_killed_costs_its_requests_and_is_there_again_in_a_late
     run_dir = tmp_path / "run"
     command = json.dumps([sys.executable, str(ROOT / "tests/fake_server.py")])
     words = ["rl", rl_file, *WORDS, f"run_dir={run_dir}", f"rl.engine.command={command}", "mesh.tp=2", "mesh.ep=2"]
-    with running([*words, "train.steps=8"], tmp_path / "output") as run:
+    with running([*words, "rl.engine.transport=ipc", "train.steps=8"], tmp_path / "output") as run:
         wait_for_step(run_dir, 2, run)
         servers = [one for one in psutil.Process(run.pid).children(recursive=True) if is_fake_server(one)]
         victim = next(one for one in servers if one.cmdline()[1].endswith("fake_server.py"))  # not what watches it

@@ -1,5 +1,7 @@
 """The served engine on meshes: one rank of a replica asks, and all its ranks have the answers with their own routes."""
 
+import os
+import platform
 import resource
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -408,6 +410,59 @@ def test_a_rank_that_cannot_write_is_known_on_every_rank_and_the_next_push_is_wh
     assert whole.living == (server.url,) and whole.probe < 1e-5 and answers.tensors.keys() == theirs.tensors.keys()
     assert all(torch.equal(answers.tensors[name], tensor) for name, tensor in theirs.tensors.items())
     assert {"gather", "write", "load", "paused"} <= whole.seconds.keys() and list(folder.iterdir()) == []
+
+
+class SlottedAnswers(TransformersAnswers):
+    """A server that gets tensors from memory that the trainer shares with it."""
+
+    def load(self, update: Mapping[str, Any]) -> None:
+        self.tensors |= update["tensors"]
+
+
+def pushed_by_slots(config: RlRunConfig, tensors: Tensors) -> tuple[list[PushReport], int, list[str]]:
+    """On a rank: the outcomes of two pushes, the size of its slots, and this process's shared memory after them."""
+    _, push = push_from_rank(config, tensors)
+    sizes: list[int] = []
+
+    class Watched(weight_push.SlotTransport):
+        def close(self) -> None:
+            sizes.append(len(self._slot_B))
+            super().close()
+
+    weight_push.SlotTransport = Watched
+    reports = [push.push(version) for version in (1, 2)]
+    assert sizes[0] == sizes[1]
+    return reports, sizes[0], [path.name for path in Path("/dev/shm").glob(f"torch_{os.getpid()}_*")]
+
+
+@pytest.mark.matrix("tp2-ep2-pp2")
+@pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(tp=2, ep=2, pp=2)], ids=["one", "tp2-ep2-pp2"])
+def test_a_push_by_slots_brings_every_server_all_bits_in_slots_of_a_bucket_that_are_freed(
+    mesh: MeshConfig, tmp_path: Path
+) -> None:
+    """Every rank has a slot for the largest bucket, as each may have a server's worker beside it."""
+    theirs = oracle("qwen3_moe", num_hidden_layers=4, num_key_value_heads=2)
+    with ExitStack() as stack:
+        answers = [SlottedAnswers(theirs.model, tmp_path / name) for name in "ab"]
+        servers = [stack.enter_context(FakeServer(one)) for one in answers]
+        urls = tuple(server.url for server in servers)
+        engine = {"kind": "vllm", "urls": urls, "transport": "ipc", "share_gpus": True}
+        config = RlRunConfig.model_validate({"model": theirs.ours, "mesh": mesh, "rl": {"engine": engine}})
+        ranks = run_ranks(pushed_by_slots, mesh.smallest_world, config, theirs.tensors)
+        updates = servers[0].bodies("/update_weights")
+    for report in ranks[0][0]:
+        assert report.living == urls and report.probe < 1e-5
+    for one in answers:
+        assert one.tensors.keys() == theirs.tensors.keys()
+        assert all(torch.equal(one.tensors[name], tensor) for name, tensor in theirs.tensors.items())
+    layer = sum(one.nbytes for name, one in theirs.tensors.items() if name.startswith("model.layers.0."))
+    assert {size for _, size, _ in ranks} == {layer} and ranks[0][0][0].largest_bucket_bytes == layer
+    assert all(left == [] for *_, left in ranks), "no slot is left"
+    # The first bucket of each push names the slots, here of one machine; others are in the same ones.
+    named = [list(update["update_info"]["source"]) for update in updates]
+    assert named == [[platform.node()], *[[]] * 6] * 2
+    plan = training_of(config.model_copy(update={"platform": PlatformConfig(precision="fp32")}), len(ranks))
+    assert [stage.pushed for stage in memory_by_stage(plan)] == [2 * layer, layer][: mesh.pp or 1]
 
 
 class DeafAnswers(TransformersAnswers):

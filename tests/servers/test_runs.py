@@ -118,17 +118,19 @@ def processes_of(run_dir: Path) -> list[psutil.Process]:
     return [child for one in started for child in (one, *one.children(recursive=True))]
 
 
+@pytest.mark.parametrize("way", ["files", "ipc"])
 def test_a_server_that_sleeps_while_the_policy_trains_samples_what_one_does_that_never_sleeps(
-    rl_file: Path, in_one_go: Path, python: str, tmp_path: Path, figures: Figures
+    way: str, rl_file: Path, in_one_go: Path, python: str, tmp_path: Path, figures: Figures
 ) -> None:
     """The server goes through all states of a step, but frees nothing on a CPU."""
-    succeed("mcore_rl.programs.rl", shared_words(rl_file, python, tmp_path / "run"))
+    words = shared_words(rl_file, python, tmp_path / "run")
+    succeed("mcore_rl.programs.rl", [*words, f"rl.engine.transport={way}"])
     log = (tmp_path / "run/servers/server_0.log").read_text()
     calls = re.findall(r'"POST (\S+) HTTP/1.1" 200', log)
     phases = [next((one for one in CYCLE if call.startswith(one)), "") for call in calls]
     # The first sleep is before the trainer's models; three rollout batches and the evaluation at the end follow.
     assert [phase for phase in phases if phase] == ["/sleep", *CYCLE * 4], calls
-    figures["a server that sleeps while the policy trains: largest |engine - trainer|"] = assert_same(
-        tmp_path / "run", in_one_go
+    figures[f"a server that sleeps while the policy trains, weights by {way}: largest |engine - trainer|"] = (
+        assert_same(tmp_path / "run", in_one_go)
     )
     assert not processes_of(tmp_path / "run")

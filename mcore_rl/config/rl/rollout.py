@@ -368,9 +368,9 @@ class ServedConfig(ServersConfig):
         return self.weights == "fp8_block"
 
     @cached_property
-    def broadcasts(self) -> bool:
-        """Whether new weights reach the servers by a broadcast between GPUs instead of files."""
-        return False
+    def way(self) -> Literal["files", "nccl", "ipc"]:
+        """How new weights reach the servers."""
+        return "files"
 
     @cached_property
     def is_started(self) -> bool:
@@ -388,16 +388,17 @@ class VllmConfig(ServedConfig):
     """Servers of vLLM."""
 
     kind: Literal["vllm"] = "vllm"
-    transport: Literal["files", "nccl"] = "files"
-    """How new weights reach the servers. `files`: files in `transport_dir`. `nccl`: a broadcast between GPUs."""
+    transport: Literal["files", "nccl", "ipc"] = "files"
+    """How new weights reach the servers. `files`: files in `transport_dir`. `nccl`: a broadcast between GPUs. `ipc`:
+    with `share_gpus`, memory of each GPU that its rank and its server see; not yet run on a GPU."""
     delta: bool = False
     """Send files with only what has changed in the weights since the last update. Ranks keep the bytes that they sent,
     and each worker of a server keeps all of them, in main memory."""
 
     @cached_property
-    def broadcasts(self) -> bool:
-        """Whether new weights reach the servers by a broadcast between GPUs instead of files."""
-        return self.transport == "nccl"
+    def way(self) -> Literal["files", "nccl", "ipc"]:
+        """How new weights reach the servers."""
+        return self.transport
 
 
 class SglangConfig(ServedConfig):

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import psutil
@@ -18,7 +17,6 @@ import psutil
 import mcore_rl
 from mcore_rl.checks.model import checked_hf_config
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.optim import LoraConfig
 from mcore_rl.config.rl.rollout import VLLM_RANKS, ServedConfig, VllmConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import ConfigError, EngineError
@@ -32,8 +30,13 @@ from mcore_rl.workers.process_tree import END_TREE
 SUPERVISOR = "mcore_rl.workers.process_tree"
 MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
 """Python module that starts a server, by rl.engine.kind."""
+FLAGS = {
+    "vllm": ("--model", "--max-model-len", "--tensor-parallel-size", "--max-num-seqs"),
+    "sglang": ("--model-path", "--context-length", "--tp-size", "--max-running-requests"),
+}
+"""Names of the arguments for the model, its longest sequence, GPUs, and requests at a time, by rl.engine.kind."""
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-BACKENDS = {"files": "mcore_files", "nccl": "mcore_broadcast"}
+BACKENDS = {"files": "mcore_files", "nccl": "mcore_broadcast", "ipc": "mcore_slots"}
 """Name under which vllm_worker.py registers each transport."""
 WORKER_MODULE = "vllm_worker.py"
 END_S = 15.0
@@ -105,98 +108,48 @@ def server_command(
     """
     engine = config.served
     assert engine is not None
-    dtype = served_dtype(config.platform.decided(is_cuda=on_gpu).precision, engine)
-    has_base = engine.lora == "adapter"
-    served = _Served(
-        model=str(engine.base_model if has_base else model_folder(config.model, dtype, folder, in_fp8=engine.in_fp8)),
-        weights="auto" if has_base else "dummy",
-        rank=highest_rank(config.lora, config.model) if has_base else None,
-        dtype=dtype,
-        length=str(served_length(config.longest_sample, config.model, engine)),
-        address=("--host", host, "--port", str(port)),
-        routes=(ROUTES_FLAG,) if config.wants_engine_routes else (),
-    )
-    start = engine.command or (sys.executable, "-m", MODULES[engine.kind])
-    if not isinstance(engine, VllmConfig):
-        return ServerCommand(
-            command=(*start, *_sglang_arguments(engine, served, on_gpu=on_gpu), *shared, *engine.args),
-            settings={"HF_HUB_OFFLINE": "1", **engine.environment},
-            defaults={},
-        )
-    is_cut = bool(config.rl.rollout.cuts)
-    defaults = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_WAIT_POLICY": "PASSIVE"}
+    dtype, has_base = served_dtype(config.platform.decided(is_cuda=on_gpu).precision, engine), engine.lora == "adapter"
+    model = engine.base_model if has_base else model_folder(config.model, dtype, folder, in_fp8=engine.in_fp8)
+    targets = config.lora.targets_in(config.model) if has_base else ()
+    rank = max((config.lora.rank_of(target, config.model) for target in targets), default=0)
+    of_model, of_length, of_gpus, of_requests = FLAGS[engine.kind]
+    command = [
+        *(engine.command or (sys.executable, "-m", MODULES[engine.kind])),
+        *(of_model, str(model), "--served-model-name", MODEL, "--load-format", "auto" if has_base else "dummy"),
+        *("--host", host, "--port", str(port), "--skip-tokenizer-init", "--dtype", dtype),
+        *(of_length, str(served_length(config.longest_sample, config.model, engine))),
+        *(of_gpus, str(engine.tensor_parallel)),
+        *(() if engine.slots == "auto" else (of_requests, str(engine.slots))),
+        *((ROUTES_FLAG,) if config.wants_engine_routes else ()),
+    ]
+    settings, defaults, python_path = {"HF_HUB_OFFLINE": "1"}, dict[str, str](), tuple[str, ...]()
+    if isinstance(engine, VllmConfig):
+        command += [
+            *("--enable-scale-out", "--worker-extension-cls", "mcore_rl.vllm_worker.Extension"),
+            *("--logprobs-mode", "raw_logprobs" if config.rl.rollout.cuts else "processed_logprobs"),
+            *("--weight-transfer-config", json.dumps({"backend": BACKENDS[engine.transport]})),
+        ]
+        settings |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}  # first: HTTP endpoints for updates
+        python_path = (str(worker_folder(folder)),)
+        if has_base:
+            # Two adapters, because the former ones are unloaded only after the new ones have been probed.
+            allowed = next(most for most in VLLM_RANKS if most >= rank)
+            command += ["--enable-lora", "--max-lora-rank", str(allowed), "--max-loras", "2", "--max-cpu-loras", "2"]
+            settings["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+        if not on_gpu:
+            command.append("--enforce-eager")
+            defaults = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+            defaults["OMP_WAIT_POLICY"] = "PASSIVE"
+    else:
+        if has_base:
+            command += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras-per-batch", "2"]
+            command += ["--lora-target-modules", *PROJECTIONS]
+        command += [] if on_gpu else ["--device", "cpu"]
     return ServerCommand(
-        command=(*start, *_vllm_arguments(engine, served, is_cut=is_cut, on_gpu=on_gpu), *shared, *engine.args),
-        settings={
-            "VLLM_SERVER_DEV_MODE": "1",  # enables the HTTP endpoints for weight updates
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            **({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if has_base else {}),
-            **engine.environment,
-        },
-        defaults={} if on_gpu else defaults,
-        python_path=(str(worker_folder(folder)),),
-    )
-
-
-class _Served(NamedTuple):
-    """Arguments of a server that follow from config sections other than the engine's."""
-
-    model: str
-    weights: str
-    """Source of its weights; `dummy`: a later weight update; `auto`: the folder `model`."""
-    rank: int | None
-    """Highest rank of the adapters that it loads; None if it loads no adapters."""
-    dtype: str
-    length: str
-    address: tuple[str, ...]
-    routes: tuple[str, ...]
-
-
-def _vllm_arguments(engine: VllmConfig, served: _Served, *, is_cut: bool, on_gpu: bool) -> list[str]:
-    return [
-        *("--model", served.model, "--served-model-name", MODEL, "--load-format", served.weights),
-        *(*served.address, "--skip-tokenizer-init", "--enable-scale-out"),
-        *("--dtype", served.dtype, "--max-model-len", served.length),
-        *("--tensor-parallel-size", str(engine.tensor_parallel)),
-        *(() if engine.slots == "auto" else ("--max-num-seqs", str(engine.slots))),
-        *("--logprobs-mode", "raw_logprobs" if is_cut else "processed_logprobs"),
-        *("--worker-extension-cls", "mcore_rl.vllm_worker.Extension"),
-        *("--weight-transfer-config", json.dumps({"backend": BACKENDS[engine.transport]})),
-        *served.routes,
-        *(() if served.rank is None else _vllm_adapters(served.rank)),
-        *([] if on_gpu else ["--enforce-eager"]),
-    ]
-
-
-def _sglang_arguments(engine: ServedConfig, served: _Served, *, on_gpu: bool) -> list[str]:
-    return [
-        *("--model-path", served.model, "--served-model-name", MODEL, "--load-format", served.weights),
-        *(*served.address, "--skip-tokenizer-init"),
-        *("--dtype", served.dtype, "--context-length", served.length),
-        *("--tp-size", str(engine.tensor_parallel)),
-        *(() if engine.slots == "auto" else ("--max-running-requests", str(engine.slots))),
-        *served.routes,
-        *(() if served.rank is None else _sglang_adapters(served.rank)),
-        *([] if on_gpu else ["--device", "cpu"]),
-    ]
-
-
-def highest_rank(lora: LoraConfig, model: ModelConfig) -> int:
-    """Return the highest rank of a policy's adapters."""
-    return max(lora.rank_of(target, model) for target in lora.targets_in(model))
-
-
-def _vllm_adapters(rank: int) -> tuple[str, ...]:
-    # Two, because the former adapters are unloaded only after the new adapters have been probed.
-    allowed = next(most for most in VLLM_RANKS if most >= rank)
-    return ("--enable-lora", "--max-lora-rank", str(allowed), "--max-loras", "2", "--max-cpu-loras", "2")
-
-
-def _sglang_adapters(rank: int) -> tuple[str, ...]:
-    return (
-        *("--enable-lora", "--max-lora-rank", str(rank), "--max-loras-per-batch", "2"),
-        *("--lora-target-modules", *PROJECTIONS),
+        command=(*command, *shared, *engine.args),
+        settings=settings | engine.environment,
+        defaults=defaults,
+        python_path=python_path,
     )
 
 

@@ -63,7 +63,7 @@ class SharedServers:
             )
         self.folder, self._is_one_machine = servers_folder(config.run_dir), local == platform.world_size
         engine = config.served
-        if not self._is_one_machine and engine.transport_dir is None:
+        if not self._is_one_machine and engine.transport_dir is None and engine.way == "files":
             engine = engine.model_copy(update={"transport_dir": str(self.folder / "weights")})
         self.engine, self._platform = engine, platform
         self._config = config.model_copy(update={"rl": config.rl.model_copy(update={"engine": engine})})

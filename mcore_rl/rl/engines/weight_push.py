@@ -1,9 +1,11 @@
 """Push of weights or low-rank adapters to servers, verified by the probe; they receive by `mcore_rl/vllm_worker.py`."""
 
+import base64
 import errno
 import itertools
 import json
 import os
+import platform as machine
 import secrets
 import shutil
 import socket
@@ -13,7 +15,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -32,7 +34,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import LoraConfig
 from mcore_rl.config.rl.rollout import ServedConfig, VllmConfig
 from mcore_rl.errors import EngineError
-from mcore_rl.megatron.agree import give_next_word, give_word, on_rank_zero, wait_for_word, world_max
+from mcore_rl.megatron.agree import gathered_on, give_next_word, give_word, on_rank_zero, wait_for_word, world_max
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.model.adapters import adapters_in, adapters_off, merge_loss
 from mcore_rl.model.build import gathered, local_shards
@@ -122,8 +124,8 @@ class WeightPush:
         """Collective over the world: send all weights to all servers and probe them; the report lists failed ones."""
         watch = Stopwatch()
         sender = Sender(self._servers) if self._mesh.world.rank == 0 else None
-        folder = None if self._engine.broadcasts else self._new_folder(sender)
-        if self._weights is None and (folder is not None or self._engine.broadcasts):
+        folder = self._new_folder(sender) if self._engine.way == "files" else None
+        if self._weights is None and (folder is not None or self._engine.way != "files"):
             # Otherwise ranks of other machines would write where no server reads.
             all_write = folder is not None and not world_max(not Path(folder).is_dir())
             stream = Fp8Stream if self._engine.in_fp8 else WeightStream
@@ -138,14 +140,18 @@ class WeightPush:
             sender.everywhere("pause", lambda server: server.pause())
             sender.everywhere("start of the update", lambda server: server.start_update())
         watch.lap("pause")
-        sizes = Sizes()
-        if self._weights is not None and folder is not None:
-            sizes = FileTransport(folder, self._weights, self._differences).send(sender, watch)
-        elif self._weights is not None and self._engine.broadcasts:
-            sizes = self._broadcast(sender, self._weights, watch)
+        sizes, end = Sizes(), ("end of the update", lambda server: server.finish_update(version))
+        with ExitStack() as until_the_end:
+            if self._weights is not None and folder is not None:
+                sizes = FileTransport(folder, self._weights, self._differences).send(sender, watch)
+            elif self._weights is not None and self._engine.way != "files":
+                sizes = self._send(sender, self._weights, watch, until_the_end)
+            on_rank_zero(lambda: sender.everywhere(*end) if sender else None)
+        if self._engine.share_gpus:
+            torch.cuda.empty_cache()
+            world_max(0)  # on all ranks, before keys and values take this memory
         differences: dict[str, ProbeDifference] = {}
         if sender is not None:
-            sender.everywhere("end of the update", lambda server: server.finish_update(version))
             sender.everywhere("reset of the caches", lambda server: server.reset_caches())
             sender.everywhere("resume", lambda server: server.resume())
             sender.undo()
@@ -172,24 +178,23 @@ class WeightPush:
 
         return on_rank_zero(make)
 
-    def _broadcast(self, sender: "Sender | None", weights: WeightStream, watch: "Stopwatch") -> "Sizes":
-        """Collective over the world: broadcast all weights to the servers, bucket by bucket."""
-        transport, num_bytes, largest = None, 0, 0
-        try:
-            # Every rank iterates over all buckets, even if servers fail: all other ranks would otherwise hang.
-            for bucket in weights:
-                watch.lap("gather")
-                num_bytes, largest = num_bytes + bucket.num_bytes, max(largest, bucket.num_bytes)
-                if sender is not None and sender.living:
-                    try:
-                        transport = transport or self._transport(sender)
-                        transport.send(bucket, partial(self._load, sender, bucket.name))
-                    except EngineError as error:
-                        sender.fail_all(str(error))
-                watch.lap("load")
-        finally:
-            if transport is not None:
-                transport.close()
+    def _send(
+        self, sender: "Sender | None", weights: WeightStream, watch: "Stopwatch", until_the_end: ExitStack
+    ) -> "Sizes":
+        """Collective over the world: send all weights from rank 0, bucket by bucket; `until_the_end` closes the way."""
+        transport = (
+            SlotTransport(weights, self._mesh, self._device)
+            if self._engine.way == "ipc"
+            else BroadcastTransport(self._device, self._engine.update_timeout_s)
+        )
+        until_the_end.callback(transport.close)
+        num_bytes = largest = 0
+        # Every rank iterates over all buckets, even if servers fail: all other ranks would otherwise hang.
+        for bucket in weights:
+            watch.lap("gather")
+            num_bytes, largest = num_bytes + bucket.num_bytes, max(largest, bucket.num_bytes)
+            transport.send(bucket, sender)
+            watch.lap("load")
         return Sizes(num_bytes, largest)
 
     def _report(
@@ -247,18 +252,6 @@ class WeightPush:
         with ThreadPoolExecutor(PACKED) as pool:
             return list(pool.map(complete, range(PACKED)))
 
-    def _transport(self, sender: "Sender") -> "BroadcastTransport":
-        engine = self._engine
-        workers = sender.everywhere("number of workers", lambda server: server.world_size())
-        if not sender.living:
-            raise EngineError("no server tells the number of its workers")
-        host = _address_towards(sender.living[0].url)
-        return BroadcastTransport(host, workers, self._device, engine.update_timeout_s)
-
-    @staticmethod
-    def _load(sender: "Sender", bucket: str, update_of: Callable[[str], Mapping[str, Any]]) -> None:
-        sender.everywhere(f"update of {bucket}", lambda server: server.load(update_of(server.url)))
-
     def _compare(self, server: ServerApi, ours: ProbeReference, differences: dict[str, ProbeDifference]) -> None:
         theirs = [server.prompt_logprobs(tokens) for tokens in self._probe.sequences]
         difference = differences[server.url] = ours.difference(theirs)
@@ -293,6 +286,10 @@ class Sender:
         self.living = [server for server in self.living if server.url not in self.failed]
         return answers
 
+    def load(self, bucket: str, update_of: Callable[[str], Mapping[str, Any]]) -> None:
+        """Let all living servers load a bucket, by its description for the server at an address."""
+        self.everywhere(f"update of {bucket}", lambda server: server.load(update_of(server.url)))
+
     def undo(self) -> None:
         """Undo failed servers' updates, as far as they answer: half an update would break or refuse the next one."""
         for undone in [self._pool.submit(server.undo_update) for server in self._servers if server.url in self.failed]:
@@ -321,13 +318,6 @@ class Stopwatch:
         now_s = time.perf_counter()
         self.seconds[phase] += now_s - self._since_s  # type: ignore[assignment]  # typed for whole counts
         self._since_s = now_s
-
-
-def _address_towards(url: str) -> str:
-    parts = urlsplit(url)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((parts.hostname or "127.0.0.1", parts.port or 80))  # sends nothing
-        return str(probe.getsockname()[0])
 
 
 SEEN = 0.1
@@ -452,11 +442,6 @@ def _unload(server: ServerApi, former: str | None) -> None:
     with suppress(ServerError):
         if former is not None:
             server.unload_adapter(former)
-
-
-Load = Callable[[Callable[[str], Mapping[str, Any]]], None]
-"""Function that makes all living servers load a bucket at the same time; its argument returns the description of the
-bucket for the server at an address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -615,7 +600,7 @@ class FileTransport:
         if self._differences is not None and sender.living:
             names = set(chain(*sender.everywhere(f"files of {bucket}", lambda server: server.take(files)).values()))
         if not names and sender.living:
-            sender.everywhere(f"update of {bucket}", lambda server: server.load({"files": files}))
+            sender.load(bucket, lambda url: {"files": files})
         self._seconds["load"][0] += time.perf_counter() - began_s
         return {rank for rank, part in parts.items() if part.get("name") in names}
 
@@ -651,29 +636,25 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
     return as_hex(crc)
 
 
+def described(bucket: Bucket, source: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a bucket as `vllm_worker.SourceUpdate`."""
+    return {
+        "names": list(bucket.tensors),
+        "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in bucket.tensors.values()],
+        "shapes": [list(tensor.shape) for tensor in bucket.tensors.values()],
+        "source": source,
+    }
+
+
 class BroadcastTransport:
     """Broadcasts each tensor to all workers of all servers, with NCCL between GPUs and gloo between CPUs. Each push
     creates a new group, as a dead member hangs it; if a member dies during a push, all servers of the push have failed.
     """
 
-    def __init__(self, host: str, workers: Mapping[str, int], device: torch.device, timeout_s: float) -> None:
-        """Prepare a push from `host`, as servers reach it, to workers, counted by server; `device` sets the backend."""
-        self._device, self._timeout_s = device, timeout_s
+    def __init__(self, device: torch.device, timeout_s: float) -> None:
+        """Prepare a push; `device` sets the backend."""
+        self._device, self._limit, self._key = device, timedelta(seconds=timeout_s), secrets.token_hex(8)
         self._backend = "nccl" if device.type == "cuda" else "gloo"
-        self._key = secrets.token_hex(8)
-        limit = timedelta(seconds=timeout_s)
-        self._store = TCPStore(host, 0, is_master=True, timeout=limit, wait_for_workers=False)
-        common = {
-            "backend": self._backend,
-            "host": host,
-            "port": self._store.port,
-            "key": self._key,
-            "size": 1 + sum(workers.values()),
-            "timeout_s": timeout_s,
-        }
-        ranks = itertools.accumulate(workers.values(), initial=1)
-        self._groups = {url: common | {"rank": rank} for url, rank in zip(workers, ranks, strict=False)}
-        self._size = 1 + sum(workers.values())
         self._group: Any = None
         self._thread = ThreadPoolExecutor(1, "weights")
 
@@ -685,23 +666,41 @@ class BroadcastTransport:
             self._group.abort()
         self._group = None
 
-    def send(self, bucket: Bucket, load: Load) -> None:
-        """Broadcast the tensors of a bucket while the servers receive them. Raises EngineError if that fails."""
-        description = {
-            "names": list(bucket.tensors),
-            "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in bucket.tensors.values()],
-            "shapes": [list(tensor.shape) for tensor in bucket.tensors.values()],
-        }
-        first = self._group is None
+    def send(self, bucket: Bucket, sender: Sender | None) -> None:
+        """Broadcast the tensors of rank 0's bucket while the servers receive them. If that fails, all of them have."""
+        groups = {} if sender is None or self._group is not None else self._groups(sender)
+        if sender is None or not sender.living:
+            return
         sending = self._thread.submit(self._broadcast, bucket)
-        load(lambda url: description | ({"group": self._groups[url]} if first else {}))
+        sender.load(bucket.name, lambda url: described(bucket, groups.get(url, {})))
         try:
-            sending.result(self._timeout_s)
+            sending.result(self._limit.total_seconds())
         except (RuntimeError, TimeoutError) as error:
-            raise EngineError(
+            sender.fail_all(
                 f"the broadcast of {bucket.name} to the servers did not end ({str(error)[:300]}): one of their workers "
                 "is gone or cannot be reached. See the servers' logs."
-            ) from None
+            )
+
+    def _groups(self, sender: Sender) -> dict[str, dict[str, Any]]:
+        """Open a store for a new group. Returns what each server's workers need to join it."""
+        workers = sender.everywhere("number of workers", lambda server: server.world_size())
+        if not sender.living:
+            return {}
+        parts, self._size = urlsplit(sender.living[0].url), 1 + sum(workers.values())
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+            way.connect((parts.hostname or "127.0.0.1", parts.port or 80))  # sends nothing
+            host = str(way.getsockname()[0])
+        self._store = TCPStore(host, 0, is_master=True, timeout=self._limit, wait_for_workers=False)
+        common = {
+            "backend": self._backend,
+            "host": host,
+            "port": self._store.port,
+            "key": self._key,
+            "size": self._size,
+            "timeout_s": self._limit.total_seconds(),
+        }
+        ranks = itertools.accumulate(workers.values(), initial=1)
+        return {url: common | {"rank": rank} for url, rank in zip(workers, ranks, strict=False)}
 
     def _broadcast(self, bucket: Bucket) -> None:
         """Collective over the group: send the tensors as bytes, because not every backend supports every type."""
@@ -714,11 +713,63 @@ class BroadcastTransport:
 
     def _join(self) -> Any:
         """Collective over the group: create it, separate from the training world."""
-        store, size = PrefixStore(self._key, self._store), self._size
-        limit = timedelta(seconds=self._timeout_s)
+        store = PrefixStore(self._key, self._store)
         if self._backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = limit
+            options._timeout = self._limit
             torch.cuda.set_device(self._device)
-            return dist.ProcessGroupNCCL(store, 0, size, options)
-        return dist.ProcessGroupGloo(store, 0, size, limit)
+            return dist.ProcessGroupNCCL(store, 0, self._size, options)
+        return dist.ProcessGroupGloo(store, 0, self._size, self._limit)
+
+
+class SlotTransport:
+    """Copies buckets to a slot, memory of each rank's device that the server's worker there opens: by CUDA IPC, which
+    has not run yet, or on CPUs as torch's named shared memory.
+    """
+
+    def __init__(self, weights: WeightStream, mesh: Mesh, device: torch.device) -> None:
+        """Collective over the world: allocate this rank's slot, for the largest bucket."""
+        self._group, size = mesh.world.group, world_max(weights.largest_bytes)
+        self._pool: Any = None
+        if device.type == "cpu":
+            storage = torch.UntypedStorage._new_using_filename_cpu(size)
+            self._slot_B = torch.empty(0, dtype=torch.uint8).set_(storage)
+            key, self._handle = machine.node(), storage._share_filename_cpu_()
+        else:
+            settings = torch._C._accelerator_getAllocatorSettings()
+            # No part of other memory, which a server would get with it; and containers export no expandable segments.
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+            self._pool = torch.cuda.MemPool()
+            with torch.cuda.use_mem_pool(self._pool, device):
+                self._slot_B = torch.empty(size, dtype=torch.uint8, device=device)
+            torch._C._accelerator_setAllocatorSettings(settings)
+            key = str(torch.cuda.get_device_properties(device).uuid)
+            self._handle = self._slot_B.untyped_storage()._share_cuda_()
+        self._source: dict[str, Any] | None = {key: portable(self._handle)}
+        """The slot's handle by the name of its device, until servers have it."""
+
+    def send(self, bucket: Bucket, sender: Sender | None) -> None:
+        """Collective over the world: copy the bucket of rank 0 to all slots, and let the servers load it."""
+        if bucket.tensors:
+            parts = [tensor.view(-1).view(torch.uint8) for tensor in bucket.tensors.values()]
+            torch.cat(parts, out=self._slot_B[: bucket.num_bytes])
+        dist.broadcast(self._slot_B[: world_max(bucket.num_bytes)], 0, group=self._group)
+        if self._slot_B.is_cuda:
+            torch.cuda.synchronize(self._slot_B.device)
+        # Rank 0 has this only when the slots of all ranks are written.
+        found = [source for source in gathered_on(0, self._source) if source]
+        self._source, update = None, described(bucket, {key: handle for one in found for key, handle in one.items()})
+        # No rank writes the next bucket before the servers have copied this one.
+        on_rank_zero(lambda: sender.load(bucket.name, lambda url: update) if sender else None)
+
+    def close(self) -> None:
+        """Free the slot."""
+        if self._pool is not None:
+            # Torch keeps memory until its reader is counted out, and a worker that was killed would never be.
+            torch.UntypedStorage._release_ipc_counter_cuda(*self._handle[4:6])
+        del self._slot_B, self._pool
+
+
+def portable(handle: Sequence[Any]) -> list[Any]:
+    """Return the fields of a handle of torch's for JSON, with bytes in base64."""
+    return [base64.b64encode(one).decode() if isinstance(one, bytes) else one for one in handle]

@@ -147,10 +147,11 @@ def test_a_server_gets_the_weights_and_answers_with_them(one_rank: Mesh, monkeyp
     monkeypatch.setenv("MCORE_RL_VLLM", "python")
     monkeypatch.setattr(vllm_server, "VllmServer", ServerOfTests)
     monkeypatch.setattr(ServerOfTests, "mesh", one_rank, raising=False)
-    on = Machine(is_gpu=False, mesh=one_rank)
-    measured.servers(on)
-    assert on.figures["push"]["probe"] < 1e-5 and on.figures["tokens_per_s"] > 0
-    assert {name for name, *_ in on.table} >= {"push with its probe", "probe", "peak of a push, of weights alone"}
+    for step in (measured.servers, measured.slots):
+        on = Machine(is_gpu=False, mesh=one_rank)
+        step(on)
+        assert on.figures["push"]["probe"] < 1e-5 and on.figures["tokens_per_s"] > 0
+        assert {name for name, *_ in on.table} >= {"push with its probe", "probe", "peak of a push, of weights alone"}
     monkeypatch.setattr(ServerOfTests, "forgets", "model.norm.weight")
     with pytest.raises(AssertionError, match="does not have the trainer's weights"):
         measured.servers(Machine(is_gpu=False, mesh=one_rank))

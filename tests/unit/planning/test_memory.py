@@ -452,6 +452,9 @@ def test_servers_on_the_ranks_gpus_have_two_phases_of_their_own_and_keep_a_rest_
         "push": policy + memory.pushed + server.weights + 2 * server.bucket + 4 * GIB,
         "generate": policy + server.weights + server.sample + 6 * GIB,
     }
+    # By slots every rank has room for the largest bucket, and rank 0 what it gathers too.
+    plan = training_of(load_config(RlRunConfig, SHARED, ["rl.engine.transport=ipc", "mesh.pp=2"]), 32)
+    assert [stage.pushed for stage in memory_by_stage(plan)] == pytest.approx([2 * 2 * layer, 2 * layer], rel=1e-4)
 
 
 def test_servers_with_weights_in_fp8_blocks_have_a_byte_for_each_and_so_has_what_is_written():

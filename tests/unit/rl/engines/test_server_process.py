@@ -47,10 +47,10 @@ def test_the_command_of_vllm_has_what_the_run_needs(tmp_path: Path) -> None:
     assert found.command == (
         *(sys.executable, FAKE, "--model", str(tmp_path / "servers/model"), "--served-model-name", "policy"),
         *("--load-format", "dummy", "--host", "127.0.0.1", "--port", "8001", "--skip-tokenizer-init"),
-        *("--enable-scale-out", "--dtype", "float32", "--max-model-len", "128", "--tensor-parallel-size", "1"),
-        *("--logprobs-mode", "processed_logprobs", "--worker-extension-cls", "mcore_rl.vllm_worker.Extension"),
-        *("--weight-transfer-config", '{"backend": "mcore_files"}'),
+        *("--dtype", "float32", "--max-model-len", "128", "--tensor-parallel-size", "1"),
         *(() if not config.wants_engine_routes else ("--enable-return-routed-experts",)),
+        *("--enable-scale-out", "--worker-extension-cls", "mcore_rl.vllm_worker.Extension"),
+        *("--logprobs-mode", "processed_logprobs", "--weight-transfer-config", '{"backend": "mcore_files"}'),
         *("--gpu-memory-utilization", "0.8"),
     )
     assert found.settings["VLLM_SERVER_DEV_MODE"] == "1" and not found.defaults

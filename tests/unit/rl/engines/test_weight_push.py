@@ -26,7 +26,7 @@ from mcore_rl.rl.engines.weight_push import PushReport, WeightPush
 from mcore_rl.rl.sampling import Cut
 from mcore_rl.rl.types import VersionSpan
 from mcore_rl.storage.checksums import crc32_of
-from tests.fake_server import file_engine
+from tests.fake_server import worker_engine
 from tests.hf_weights import to_global
 from tests.sections import engine_config
 from tests.tiny_models import TINY
@@ -59,7 +59,7 @@ class ModelServer:
         self.takes: Callable[[str], bool] = lambda name: True
         self.fails_at: str | None = None
         self._logits = logits
-        self.engine = file_engine()
+        self.engine = worker_engine()
 
     def _call(self, name: str) -> None:
         if name != self.calls[-1:] or name == "load":

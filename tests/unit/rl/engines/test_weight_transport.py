@@ -1,23 +1,24 @@
-"""What the transports of weights give to servers: files with checksums, and broadcasts in a group of one push."""
+"""What the transports of weights give to servers: files with checksums, and, of one push, broadcasts and slots."""
 
+import json
+import platform
 import random
 import re
 import resource
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.distributed import ProcessGroupGloo
 
 from mcore_rl.errors import EngineError
+from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.model.hf_stream import Bucket
 from mcore_rl.rl.engines import weight_push
 from mcore_rl.rl.engines.delta import Differences, difference, num_bytes
@@ -28,15 +29,13 @@ from mcore_rl.rl.engines.weight_push import (
     FileTransport,
     Sender,
     Sizes,
+    SlotTransport,
     Stopwatch,
     new_folder,
+    portable,
     write_tensors,
 )
-from tests.fake_server import FakeServer, TableAnswers, file_engine
-
-Update = Callable[[str], Mapping[str, Any]]
-WORKERS = {"http://a:1": 1, "http://b:2": 2}
-"""Two servers, of one and of two workers."""
+from tests.fake_server import FakeServer, TableAnswers, worker_engine
 
 
 def buckets() -> list[Bucket]:
@@ -53,59 +52,135 @@ def buckets() -> list[Bucket]:
     ]
 
 
-class Worker:
-    """A worker of a server, which does what `vllm_worker.BroadcastEngine` does."""
+class Server:
+    """A server whose workers receive by their own code, and keep all that they are given."""
 
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.received: list[dict[str, Tensor]] = []
-        self.ranks: list[int] = []
+    def __init__(self, engine: str, num_workers: int = 1, url: str = "http://127.0.0.1:1") -> None:
+        self.url, self.engines = url, [worker_engine(engine) for _ in range(num_workers)]
+        for rank, one in enumerate(self.engines):
+            one.parallel_config = SimpleNamespace(data_parallel_index=0, world_size=num_workers, rank=rank)
+        self.updates: list[dict[str, Any]] = []
+        self.received: list[list[dict[str, Tensor]]] = []
+        """Tensors of each bucket by each worker."""
+
+    def world_size(self) -> int:
+        return len(self.engines)
 
     def load(self, update: Mapping[str, Any]) -> None:
-        if group := update.get("group"):
-            assert group["backend"] == "gloo"
-            rank = group["rank"] + self.index
-            self.ranks.append(rank)
-            limit = timedelta(seconds=group["timeout_s"])
-            store = PrefixStore(group["key"], TCPStore(group["host"], group["port"], is_master=False, timeout=limit))
-            self.group = ProcessGroupGloo(store, rank, group["size"], limit)
-        tensors = {}
-        for name, dtype, shape in zip(update["names"], update["dtypes"], update["shapes"], strict=True):
-            tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
-            self.group.broadcast(tensors[name].view(-1).view(torch.uint8), 0).wait()
-        self.received.append(tensors)
+        self.updates.append(json.loads(json.dumps(update)))
+        described = SimpleNamespace(**self.updates[-1])
+        with ThreadPoolExecutor(len(self.engines)) as pool:
+            self.received.append(list(pool.map(lambda one: dict(one._tensors(described)), self.engines)))
+
+    def assert_received(self) -> None:
+        """Every worker has every bucket, bit for bit."""
+        for of_workers, bucket in zip(self.received, buckets(), strict=True):
+            for tensors in of_workers:
+                assert tensors.keys() == bucket.tensors.keys()
+                for name, tensor in bucket.tensors.items():
+                    assert tensors[name].dtype == tensor.dtype and torch.equal(tensors[name], tensor), name
+
+
+def sender_to(*servers: Server) -> Sender:
+    return Sender(servers)  # type: ignore[arg-type]
 
 
 def test_a_broadcast_reaches_every_worker_of_every_server() -> None:
-    workers = {url: [Worker(index) for index in range(count)] for url, count in WORKERS.items()}
-    transport = BroadcastTransport("127.0.0.1", WORKERS, torch.device("cpu"), timeout_s=60)
-
-    def load(update: Update) -> None:
-        with ThreadPoolExecutor(3) as pool:
-            asked: list[Future[None]] = [
-                pool.submit(worker.load, update(url)) for url, group in workers.items() for worker in group
-            ]
-            for one in asked:
-                one.result()
-
+    servers = Server("BroadcastEngine"), Server("BroadcastEngine", 2, "http://127.0.0.1:2")
+    transport = BroadcastTransport(torch.device("cpu"), timeout_s=60)
     for bucket in buckets():
-        transport.send(bucket, load)
+        transport.send(bucket, sender_to(*servers))
     transport.close()
-    everyone = [worker for group in workers.values() for worker in group]
     # Rank 0 is the trainer's; a server's workers have consecutive ones, and join once.
-    assert [worker.ranks for worker in everyone] == [[1], [2], [3]]
-    for worker in everyone:
-        for tensors, bucket in zip(worker.received, buckets(), strict=True):
-            assert tensors.keys() == bucket.tensors.keys()
-            assert all(torch.equal(tensors[name], bucket.tensors[name]) for name in tensors)
+    assert [[one._source.rank() for one in server.engines] for server in servers] == [[1], [2, 3]]
+    for server in servers:
+        server.assert_received()
 
 
 @pytest.mark.full
 def test_a_broadcast_to_a_worker_that_is_gone_ends() -> None:
-    transport = BroadcastTransport("127.0.0.1", {"http://a:1": 1}, torch.device("cpu"), timeout_s=1)
-    with pytest.raises(EngineError, match=r"did not end .* one of their workers is gone"):
-        transport.send(buckets()[0], lambda update: None)
+    class Gone(Server):
+        def load(self, update: Mapping[str, Any]) -> None: ...
+
+    transport, sender = BroadcastTransport(torch.device("cpu"), timeout_s=1), sender_to(server := Gone("SlotEngine"))
+    transport.send(buckets()[0], sender)
+    assert re.search(r"did not end .* one of their workers is gone", sender.failed[server.url])
     transport.close()
+
+
+def test_slots_give_every_worker_copies_which_the_next_bucket_does_not_change(one_rank: Mesh) -> None:
+    servers = Server("SlotEngine"), Server("SlotEngine", 2, "http://127.0.0.1:2")
+    transport = SlotTransport(Stream(), one_rank, torch.device("cpu"))  # type: ignore[arg-type]
+    for bucket in Stream():
+        transport.send(bucket, sender_to(*servers))
+    for server in servers:
+        server.assert_received()
+        assert [bool(update["source"]) for update in server.updates] == [True, False, False]
+    odd = {
+        "a": torch.randn(3).to(torch.float8_e4m3fn),
+        "b": torch.randn(2),
+        "c": torch.empty(0, 4),
+        "d": torch.randn(1),
+    }
+    transport.send(Bucket("odd", dict(odd)), sender_to(servers[0]))
+    for name, tensor in servers[0].received[-1][0].items():
+        assert tensor.dtype == odd[name].dtype and tensor.shape == odd[name].shape
+        assert torch.equal(tensor.float(), odd[name].float()), "offsets need not be multiples of an element"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"source": {"GPU-other": []}}, "this worker is on {node}, and the trainer shares memory of GPU-other"),
+        ({"source": {}}, "no source has been named since the last update"),
+        ({"shapes": [[3, 5], [8]]}, "2 tensors have 62 bytes, and the slot has 58"),
+        ({"shapes": [[3, 5]]}, "argument 2 is longer"),
+        ({"names": ["weight"]}, "argument 2 is longer"),
+        ({"dtypes": ["bfloat17", "float32"]}, "bfloat17"),
+        ("freed", "No such file"),
+    ],
+    ids=str,
+)
+def test_a_worker_refuses_a_slot_that_is_not_its_own_or_gone_and_tensors_that_are_not_in_it(
+    change: dict[str, Any] | str, message: str, one_rank: Mesh
+) -> None:
+    transport = SlotTransport(Stream(), one_rank, torch.device("cpu"))  # type: ignore[arg-type]
+    transport.send(buckets()[0], sender_to(sound := Server("SlotEngine")))
+    sound.engines[0].end_update()
+    update, worker = sound.updates[0], Server("SlotEngine")
+    if isinstance(change, str):
+        transport.close()
+    else:
+        update |= change
+    with pytest.raises((ValueError, AttributeError, RuntimeError), match=message.format(node=platform.node())):
+        worker.load(update)
+    assert worker.received == []
+
+
+def test_a_worker_opens_the_memory_of_its_own_gpu_of_all_that_the_trainer_shares(monkeypatch: Any) -> None:
+    """The calls, as no GPU is here: the eight fields that torch has of its memory, which travel as JSON."""
+    uuids = "0b5e-1", "0b5e-2"
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(uuid=uuids[device.index]))
+    opened: list[tuple[Any, ...]] = []
+
+    def new_shared(*fields: Any) -> None:
+        opened.append(fields)
+        raise RuntimeError("no GPU is here")
+
+    monkeypatch.setattr("torch.UntypedStorage._new_shared_cuda", new_shared)
+    # On the trainer's side the GPUs have other numbers.
+    handles = {
+        uuid: (7 - i, b"\x02c\xff" + bytes([i]), 58, 512, b"/torch_1", i, b"\x00e", True)
+        for i, uuid in enumerate(uuids)
+    }
+    source = {uuid: portable(handle) for uuid, handle in handles.items()}
+    for index, uuid in enumerate(uuids):
+        server = Server("SlotEngine")
+        server.engines[0].device = f"cuda:{index}"
+        with pytest.raises(RuntimeError, match="no GPU is here"):
+            server.load({"names": [], "dtypes": [], "shapes": [], "source": source})
+        _, memory, size, start, _, offset, event, waits = handles[uuid]
+        assert opened[-1] == (index, memory, size, start, b"/none", offset, event, waits)
 
 
 class Stream:
@@ -113,6 +188,7 @@ class Stream:
 
     def __init__(self) -> None:
         self.owners = {bucket.name: {0} for bucket in buckets()}
+        self.largest_bytes = 58
 
     def __iter__(self) -> Iterator[Bucket]:
         for bucket in buckets():
@@ -313,7 +389,7 @@ def test_a_push_whose_answers_are_lost_applies_each_difference_once(
 
 
 def test_a_worker_applies_a_difference_once_and_to_its_version_alone(tmp_path: Path) -> None:
-    bases = file_engine().bases
+    bases = worker_engine().bases
     old, new = {"w": torch.randn(4, 6).bfloat16()}, {"w": torch.randn(4, 6).bfloat16()}
 
     def file(version: str, base: str) -> dict[str, str]:
