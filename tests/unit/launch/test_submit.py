@@ -250,7 +250,7 @@ def test_an_estimate_above_the_gpus_memory_is_refused_with_its_parts_unless_forc
     message = capsys.readouterr().err
     assert re.search(r"estimate is 7\d\.\d GiB .*\(weights 8\.2, .*but a GPU of h100 has 74 GiB for it", message)
     # Forwards and backwards: one step of recomputation more is the smallest change that fits.
-    assert re.search(r"nearest that pass the checks and fit.*\n  platform\.recompute", message)
+    assert re.search(r'(?s)nearest that pass the checks and fit.*\n  1: platform\.recompute="full"\n', message)
     assert launch(*words, "--force", **qwen3) == 0
     assert "warning: the estimate is" in capsys.readouterr().err
     assert launch(*words, "run_dir=runs/two", nodes=("--nodes", "2"), **qwen3) == 0
