@@ -1,8 +1,10 @@
 """Requests to inference servers: HTTP, the interface of a server, and checks of its answers and routes; no retries."""
 
+import errno
 import http.client
 import json
 import re
+import select
 import socket
 import ssl
 import threading
@@ -32,6 +34,8 @@ from mcore_rl.workers.launcher import environment_variable
 
 CONNECT_S = 30.0
 """Seconds within which a server's machine accepts a connection."""
+LOOK_S = 10.0
+"""Seconds between looks whether a server that has not answered yet still listens."""
 READ_BYTES = 1 << 16
 SHOWN_BYTES = 300
 """Maximum number of bytes of an answer in an error message."""
@@ -91,6 +95,7 @@ class HttpClient:
             with self._lock:
                 self._sockets.add(connected)
             connection.request(method, self._prefix + path, data, self._headers)
+            self._wait(connected, deadline)
             response = connection.getresponse()
             text = b""
             while part := response.read1(READ_BYTES):
@@ -113,6 +118,20 @@ class HttpClient:
             shown = text[:SHOWN_BYTES].decode(errors="replace")
             raise ServerError(f"{where}: status {response.status}: {shown}", status=response.status)
         return text
+
+    def _wait(self, connected: socket.socket, deadline: float) -> None:
+        """Wait for an answer. vLLM never answers an open call of an update when its engine has died, but it no longer
+        listens then: raises ConnectionRefusedError. Other failures to connect prove nothing.
+        """
+        poll = select.poll()
+        poll.register(connected, select.POLLIN)
+        while not poll.poll(1000 * min(LOOK_S, max(0.0, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                raise TimeoutError
+            with socket.socket(connected.family) as look:
+                look.settimeout(LOOK_S)
+                if look.connect_ex(connected.getpeername()) == errno.ECONNREFUSED:
+                    raise ConnectionRefusedError("the server no longer listens: it ended, or its engine died")
 
     def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
         if self._context is None:

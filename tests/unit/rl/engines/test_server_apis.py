@@ -1,11 +1,13 @@
 """vLLM's and SGLang's protocols against a server that speaks them, with the faults of real ones."""
 
 import math
+import socket
 import ssl
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 
 from mcore_rl.config.model import ModelConfig, MoEConfig
+from mcore_rl.rl.engines import server_api
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.server_api import (
     NO_VERSION,
@@ -226,6 +229,30 @@ def test_a_server_that_is_not_there_is_an_error_and_not_healthy() -> None:
     assert not api.is_healthy()
     with pytest.raises(ServerError, match="ConnectionRefusedError"):
         api.generate((5,), SAMPLING, 1, salt="v0", request_id="a")
+
+
+def test_a_server_that_ends_while_a_call_is_open_is_found_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real vLLM keeps the connection of an update's call open when its engine has died, and listens no more."""
+    monkeypatch.setattr(server_api, "LOOK_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = HttpClient(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        with ThreadPoolExecutor(1) as pool:
+            call = pool.submit(client.post, "/pause", timeout_s=60.0)
+            held, _ = listener.accept()
+            time.sleep(0.5)
+            assert not call.done()  # it listens: whoever takes long is waited for
+            listener.close()
+            with pytest.raises(ServerError, match="no longer listens"):
+                call.result(10.0)
+            held.close()
+
+
+def test_a_server_that_takes_too_long_is_waited_for_once(server: FakeServer) -> None:
+    server.delay_s = HANG_S
+    start_s = time.monotonic()
+    with pytest.raises(ServerError, match="no whole answer within 1 s"):
+        api_of(server, request_timeout_s=1.0).generate((5,), SAMPLING, 1, salt="v0", request_id="a")
+    assert time.monotonic() - start_s < 2.0
 
 
 def test_an_update_calls_each_step_and_counts_no_status_as_success(server: FakeServer) -> None:
