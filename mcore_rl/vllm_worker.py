@@ -227,7 +227,7 @@ class SlotEngine(ReloadEngine):
         own = platform.node() if is_cpu else str(torch.cuda.get_device_properties(device).uuid)
         if own not in source:
             raise ValueError(f"this worker is on {own}, and the trainer shares memory of {', '.join(source)}")
-        handle = [base64.b64decode(one) if isinstance(one, str) else one for one in source[own]]
+        handle = [base64.b64decode(value) if isinstance(value, str) else value for value in source[own]]
         if not is_cpu:
             # Without the name of torch's file that counts readers: the trainer counts for workers, which may be killed.
             handle[0], handle[4] = device.index, b"/none"

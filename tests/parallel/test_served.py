@@ -226,6 +226,11 @@ class TransformersAnswers(TableAnswers):
             self.files.setdefault(path.parent.name, set()).add(path.stem)
             self.tensors |= load_file(file["path"])
 
+    def assert_has(self, tensors: Tensors) -> None:
+        """Updates have brought all of these tensors, bit for bit, and no others."""
+        assert self.tensors.keys() == tensors.keys()
+        assert all(torch.equal(self.tensors[name], tensor) for name, tensor in tensors.items())
+
     def finish(self) -> None:
         self.model.config.save_pretrained(self.folder)
         save_file(self.tensors, self.folder / "model.safetensors", {"format": "pt"})
@@ -267,8 +272,7 @@ def test_a_trainer_that_is_cut_in_every_way_gives_two_servers_its_weights_with_t
     report = ranks[0][0]
     assert mesh.smallest_world == 8 and report.living == engine["urls"] and report.probe < 1e-5
     for one in answers:
-        assert one.tensors.keys() == theirs.tensors.keys()
-        assert all(torch.equal(one.tensors[name], tensor) for name, tensor in theirs.tensors.items())
+        one.assert_has(theirs.tensors)
     layer = sum(one.nbytes for name, one in theirs.tensors.items() if name.startswith("model.layers.0."))
     assert report.largest_bucket_bytes == layer
     assert report.num_bytes > 4 * layer
@@ -407,8 +411,8 @@ def test_a_rank_that_cannot_write_is_known_on_every_rank_and_the_next_push_is_wh
     assert failed.living == () and "rank 3 cannot write its part of a bucket" in failed.failed[server.url]
     assert paths.count("/collective_rpc") == 1, "the half update is undone once"
     assert paths.count("/finish_weight_update") == 1, "and never ended as if it were whole"
-    assert whole.living == (server.url,) and whole.probe < 1e-5 and answers.tensors.keys() == theirs.tensors.keys()
-    assert all(torch.equal(answers.tensors[name], tensor) for name, tensor in theirs.tensors.items())
+    assert whole.living == (server.url,) and whole.probe < 1e-5
+    answers.assert_has(theirs.tensors)
     assert {"gather", "write", "load", "paused"} <= whole.seconds.keys() and list(folder.iterdir()) == []
 
 
@@ -440,7 +444,7 @@ def pushed_by_slots(config: RlRunConfig, tensors: Tensors) -> tuple[list[PushRep
 def test_a_push_by_slots_brings_every_server_all_bits_in_slots_of_a_bucket_that_are_freed(
     mesh: MeshConfig, tmp_path: Path
 ) -> None:
-    """Every rank has a slot for the largest bucket, as each may have a server's worker beside it."""
+    """Every rank has a slot for the largest bucket, as a server's worker may run on each rank's device."""
     theirs = oracle("qwen3_moe", num_hidden_layers=4, num_key_value_heads=2)
     with ExitStack() as stack:
         answers = [SlottedAnswers(theirs.model, tmp_path / name) for name in "ab"]
@@ -453,8 +457,7 @@ def test_a_push_by_slots_brings_every_server_all_bits_in_slots_of_a_bucket_that_
     for report in ranks[0][0]:
         assert report.living == urls and report.probe < 1e-5
     for one in answers:
-        assert one.tensors.keys() == theirs.tensors.keys()
-        assert all(torch.equal(one.tensors[name], tensor) for name, tensor in theirs.tensors.items())
+        one.assert_has(theirs.tensors)
     layer = sum(one.nbytes for name, one in theirs.tensors.items() if name.startswith("model.layers.0."))
     assert {size for _, size, _ in ranks} == {layer} and ranks[0][0][0].largest_bucket_bytes == layer
     assert all(left == [] for *_, left in ranks), "no slot is left"

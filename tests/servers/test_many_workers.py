@@ -127,6 +127,23 @@ def test_a_part_of_a_module_is_undone_on_both_engines(
     figures["two engines: after a part of a module"] = assert_right(trainer, server, "undone")
 
 
+def test_an_engine_that_dies_while_a_call_of_an_update_is_open_fails_that_call(python: str, tmp_path: Path) -> None:
+    """Its server never answers the call, and keeps the connection."""
+    server = VllmServer(python, MODEL, tmp_path / "dying")
+    try:
+        server.wait()
+        (engine,) = [process for process in server.workers() if "Engine" in process.name()]
+        engine.suspend()
+        with ThreadPoolExecutor(1) as beside:
+            call = beside.submit(server.api.pause)
+            sleep(1)
+            engine.kill()
+            with pytest.raises(ServerError, match="no longer listens"):
+                call.result(60)
+    finally:
+        server.close()
+
+
 def moved(trainer: Trainer) -> None:
     """Turn the sign of one column of each weight, so that logprobs change and rounding does not grow."""
     with torch.no_grad():

@@ -116,7 +116,6 @@ class VllmServer:
         arguments: Sequence[str] = (),
         *,
         port: int | None = None,
-        in_fp8: bool = False,
         interpreted: bool = False,
     ) -> None:
         folder.mkdir(parents=True)
@@ -125,14 +124,8 @@ class VllmServer:
         self.log = folder / "server.log"
         arguments = [
             *arguments,
-            *(
-                "--model",
-                str(model_folder(model, dtype, folder, in_fp8=in_fp8)),
-                "--served-model-name",
-                "policy",
-                "--load-format",
-                "dummy",
-            ),
+            *("--model", str(model_folder(model, dtype, folder)), "--served-model-name", "policy"),
+            *("--load-format", "dummy"),
             *("--host", "127.0.0.1", "--port", str(port), "--skip-tokenizer-init", "--enable-scale-out"),
             *("--dtype", dtype, "--max-model-len", str(MAX_TOKENS), "--max-num-seqs", "64"),
             *("--enforce-eager", "--logprobs-mode", "processed_logprobs"),

@@ -757,8 +757,8 @@ class SlotTransport:
         if self._slot_B.is_cuda:
             torch.cuda.synchronize(self._slot_B.device)
         # Rank 0 has this only when the slots of all ranks are written.
-        found = [source for source in gathered_on(0, self._source) if source]
-        self._source, update = None, described(bucket, {key: handle for one in found for key, handle in one.items()})
+        handles = {key: handle for source in gathered_on(0, self._source) for key, handle in (source or {}).items()}
+        self._source, update = None, described(bucket, handles)
         # No rank writes the next bucket before the servers have copied this one.
         on_rank_zero(lambda: sender.load(bucket.name, lambda url: update) if sender else None)
 
@@ -772,4 +772,4 @@ class SlotTransport:
 
 def portable(handle: Sequence[Any]) -> list[Any]:
     """Return the fields of a handle of torch's for JSON, with bytes in base64."""
-    return [base64.b64encode(one).decode() if isinstance(one, bytes) else one for one in handle]
+    return [base64.b64encode(value).decode() if isinstance(value, bytes) else value for value in handle]

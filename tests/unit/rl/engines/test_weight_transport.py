@@ -1,4 +1,4 @@
-"""What the transports of weights give to servers: files with checksums, and, of one push, broadcasts and slots."""
+"""Servers receive weights bit for bit: by files with checksums, and by the broadcasts and slots of a push."""
 
 import json
 import platform
