@@ -123,8 +123,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale:
 
     def by_group(x: Tensor) -> Tensor:
         """Return `[s, B, N, D]` as `[B * G, N / G * s, D]`."""
-        split = x.permute(1, 2, 0, 3).reshape(batch, groups, -1, x.shape[3])
-        return split.flatten(0, 1)
+        return x.permute(1, 2, 0, 3).reshape(batch, groups, -1, x.shape[3]).flatten(0, 1)
 
     queries = by_group(query) * scale
     keys, values = (pad(by_group(x), (0, 0, 0, rest)) for x in (key, value))

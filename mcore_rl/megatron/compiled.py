@@ -84,7 +84,13 @@ class Library(ctypes.PyDLL):
         for name, types in SIGNATURES.items():
             function = getattr(self, name)
             function.argtypes, function.restype = types, None
-        self.sgemm = _address_of_sgemm()
+        torchs = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+        try:
+            address = ctypes.cast(ctypes.CDLL(str(torchs)).sgemm_, c_void_p).value
+        except (OSError, AttributeError) as error:
+            raise BuildError(f"torch's library has no product that can be called: {error}") from error
+        assert address is not None
+        self.sgemm = address
         """Address of the product in fp32 of torch's library."""
 
 
@@ -132,7 +138,10 @@ def library_path() -> Path:
     """Return the path of the built file in the user's cache, whether it exists or not. Raises BuildError without a
     compiler, RuntimeError if the user has no home folder.
     """
-    return _cache() / f"layers-{build_id()}.so"
+    caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not caches.is_absolute():  # a relative path must be ignored (XDG Base Directory Specification)
+        caches = Path.home() / ".cache"
+    return caches / "mcore_rl" / f"layers-{build_id()}.so"
 
 
 def _compile(target: Path) -> None:
@@ -179,28 +188,12 @@ def _is_sound(path: Path) -> bool:
     return hashlib.sha256(content[:-size]).digest() == content[-size:]
 
 
-def _cache() -> Path:
-    folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # A relative path must be ignored (XDG Base Directory Specification).
-    return (folder if folder.is_absolute() else Path.home() / ".cache") / "mcore_rl"
-
-
 def _processor() -> str:
     # The compiler's "native" depends on these.
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if cpuinfo.exists() else []
     names = ("model name", "cpu family", "model\t", "flags", "Features", "CPU part")
     return "\n".join(dict.fromkeys(line for line in lines if line.startswith(names)))
-
-
-def _address_of_sgemm() -> int:
-    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    try:
-        address = ctypes.cast(ctypes.CDLL(str(path)).sgemm_, c_void_p).value
-    except (OSError, AttributeError) as error:
-        raise BuildError(f"torch's library has no product that can be called: {error}") from error
-    assert address is not None
-    return address
 
 
 BoundArrays = tuple["Array[c_int64]", "Array[c_int64]"]

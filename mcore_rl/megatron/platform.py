@@ -110,7 +110,14 @@ def start(config: PlatformConfig, *, allows_te: bool = True) -> Platform:
         torch.cuda.set_device(device)
     flight_recorder.arm()
     if config.deterministic:
-        _be_deterministic(device_type)
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("NCCL_ALGO", "Ring")
+        os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+        if device_type == "cpu":
+            # The same where nothing is compiled, without the import of torch's compiler, seconds of a rank's start.
+            torch.set_deterministic_debug_mode("error")
+        else:
+            torch.use_deterministic_algorithms(True)
     if config.batch_invariant:
         batch_invariant.switch_on(is_cuda=device_type == "cuda", is_deterministic=config.deterministic)
     if not dist.is_initialized():
@@ -142,9 +149,8 @@ def compiled_layers(config: PlatformConfig, world_size: int = 1) -> tuple[str, s
     if not is_asked and config.layers != "auto":
         return "", ""
     here = _build(config)
-    builds = [here]
+    builds = [here] * world_size
     if world_size > 1:
-        builds = [here] * world_size
         dist.all_gather_object(builds, here)
     build, reason = builds[0]
     for rank, (rank_build, why) in enumerate(builds):
@@ -214,7 +220,6 @@ def variables_of_device() -> dict[str, str]:
 
 
 def _layers(config: PlatformConfig, *, allows_te: bool) -> Literal["torch", "te"]:
-    usable = FOUND.has_te
     reason = FOUND.unusable.get("transformer_engine")
     wants_te = config.layers == "te" or (config.layers == "auto" and allows_te)
     if wants_te and FOUND.has_cuda and reason:
@@ -222,27 +227,16 @@ def _layers(config: PlatformConfig, *, allows_te: bool) -> Literal["torch", "te"
             f"TransformerEngine is installed, but cannot be used: {reason}. Install the build for torch "
             f'{torch.__version__}, or set platform.layers="torch" to train with this package\'s own layers.'
         )
-    if config.layers == "te" and not usable:
+    if config.layers == "te" and not FOUND.has_te:
         raise ConfigError(
             'platform.layers="te" needs CUDA and the transformer_engine package. Run pip install --no-build-isolation '
             '"mcore_rl[gpu]", or use "torch" or "auto".'
         )
-    if config.fp8 != "none" and not (usable and wants_te):
+    if config.fp8 != "none" and not (FOUND.has_te and wants_te):
         raise ConfigError(
             f'platform.fp8="{config.fp8}" needs TransformerEngine layers on CUDA. Set platform.fp8="none".'
         )
-    return "te" if usable and wants_te else "torch"
-
-
-def _be_deterministic(device_type: str) -> None:
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    os.environ.setdefault("NCCL_ALGO", "Ring")
-    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    if device_type == "cpu":
-        # The same where nothing is compiled, without the import of torch's compiler, seconds of a rank's start.
-        torch.set_deterministic_debug_mode("error")
-    else:
-        torch.use_deterministic_algorithms(True)
+    return "te" if FOUND.has_te and wants_te else "torch"
 
 
 def _join(device: torch.device, rank: int, world_size: int, timeout_s: float) -> None:

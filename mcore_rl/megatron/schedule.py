@@ -124,7 +124,6 @@ def run_pass(
     of each chunk's forward, which may impose or record routes.
     """
     found = {chunk: [router for _, router in routers(chunk)] for chunk in chunks}
-
     options = {"defers_logits": True} if isinstance(head, ReadsDeferredLogits) else {}
 
     def forward_step(queue: Iterator[tuple[int, Input]], chunk: nn.Module) -> tuple[Any, Any]:

@@ -449,7 +449,11 @@ def _sums(logits_Tv: Logits, targets_T: Tensor, rows_N: Tensor, shard: _Shard) -
         local_N = highest_N.clone()
         dist.all_reduce(highest_N, op=dist.ReduceOp.MAX, group=shard.tp.group)
         if shard.num_valid:
-            _move_origin(sums_3N, local_N - highest_N)
+            # Sums of e^y and y e^y become those of y + shift, which is at most 0.
+            shift_N = local_N - highest_N
+            factor_N = shift_N.exp()
+            sums_3N[1] = factor_N * (sums_3N[1] + shift_N * sums_3N[0])
+            sums_3N[0] *= factor_N
         dist.all_reduce(sums_3N, group=shard.tp.group)
     return highest_N, sums_3N
 
@@ -479,13 +483,6 @@ def _local_sums(logits_Tv: Logits, targets_T: Tensor, rows_N: Tensor, shard: _Sh
         if shard.has_entropy:
             sums_3N[1, chunk] = exponential_Cv.mul_(scaled_Cv).sum(dim=1)
     return highest_N, sums_3N
-
-
-def _move_origin(sums_3N: Tensor, shift_N: Tensor) -> None:
-    """Change sums of e^y and y e^y, in place, into those for y + shift; `shift` is at most 0."""
-    factor_N = shift_N.exp()
-    sums_3N[1] = factor_N * (sums_3N[1] + shift_N * sums_3N[0])
-    sums_3N[0] *= factor_N
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:

@@ -74,7 +74,10 @@ def find_packages() -> GpuPackages:
         reason = _import_error(package) if has_cuda else "it computes on GPUs only, and torch sees none"
         if reason:
             unusable[package] = reason
-            _hide(package)
+            for root in PACKAGES[package]:
+                for name in [name for name in sys.modules if name.startswith(f"{root}.")]:
+                    del sys.modules[name]
+                sys.modules[root] = None  # type: ignore[assignment]  # an import of it fails
     usable = {name: importlib.util.find_spec(name) is not None for name in PACKAGES}
     return GpuPackages(
         has_cuda=has_cuda, has_te=usable["transformer_engine"], has_apex=usable["apex"], unusable=unusable
@@ -88,10 +91,3 @@ def _import_error(package: str) -> str:
         except IMPORT_ERRORS as error:
             return f"import {module}: {type(error).__name__}: {error}"
     return ""
-
-
-def _hide(package: str) -> None:
-    for root in PACKAGES[package]:
-        for name in [name for name in sys.modules if name.startswith(f"{root}.")]:
-            del sys.modules[name]
-        sys.modules[root] = None  # type: ignore[assignment]

@@ -143,17 +143,15 @@ def _whole_states(optimizer: Any, is_loading: bool) -> Iterator[tuple[Tensor, di
     is_shared = optimizer.data_parallel_group.size() > 1
     for buffer, ranges in zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True):
         (buckets,) = ranges.values()
-        gathered = (
-            [_gathered(optimizer, bucket, own) for bucket, own in zip(buffer.buckets, buckets, strict=True)]
-            if (is_shared and not is_loading)
-            else []
-        )
+        gathered = []
+        if is_shared and not is_loading:
+            gathered = [_gathered(optimizer, bucket, own) for bucket, own in zip(buffer.buckets, buckets, strict=True)]
         for param, (start, end, index) in buffer.param_index_map.items():
             if not is_shared:
                 own = optimizer._get_main_param_and_optimizer_states(param)
                 yield param, {name: own[name].detach() for name in STATES}
             elif is_loading:
-                yield (param, {name: torch.empty(end - start, dtype=torch.float32, device="cpu") for name in STATES})
+                yield param, {name: torch.empty(end - start, dtype=torch.float32, device="cpu") for name in STATES}
             else:
                 # Counted from the bucket's start: Megatron counts from the buffer's start without the padding between
                 # buckets, and so saves a neighbour's values for a parameter.

@@ -36,7 +36,9 @@ def losses_as_sums(routing: RouterMethod) -> RouterMethod:
         kinds = [kind for kind in BALANCE_LOSSES if learns and router.get_aux_loss_coeff(kind)]
         if learns and config.moe_z_loss_coeff:
             logits = _with_z_loss(router, logits, is_token_T)
-        router.config = _plain(config)
+        # Without losses, and without a capacity that drops tokens.
+        router.config = plain = copy.copy(config)
+        plain.moe_aux_loss_coeff, plain.moe_z_loss_coeff, plain.moe_expert_capacity_factor = 0.0, None, None
         try:
             gates_TE, routed_TE = routing(router, logits, padding_mask=padding_mask)
         finally:
@@ -108,13 +110,6 @@ def _spans(router: Any) -> Tensor | None:
     """Return the index of each token's sequence in a packed row, -1 at padding; None if rows are sequences."""
     spans_T: Tensor | None = getattr(router, "packed_spans_T", None)
     return spans_T
-
-
-def _plain(config: Any) -> Any:
-    """Return the config of a router that adds no losses and drops no tokens."""
-    plain = copy.copy(config)
-    plain.moe_aux_loss_coeff, plain.moe_z_loss_coeff, plain.moe_expert_capacity_factor = 0.0, None, None
-    return plain
 
 
 def _with_z_loss(router: Any, logits: Tensor, is_token_T: Tensor | None) -> Tensor:

@@ -162,7 +162,11 @@ def on_one_device(gloo: Any) -> Any:
         before = _threads()
         found = [gloo.create_device(interface=name) if name else gloo.create_default_device() for name in names]
         for thread in _threads() - before:
-            _let_others_finish(thread)
+            # When a message wakes the listener, the thread on its core comes first, for its turn: the listener polls
+            # while that thread has its connection's lock, and with few cores it took the thread's core. A sandbox that
+            # forbids it has slower ranks, with the same results.
+            with contextlib.suppress(OSError):
+                os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
         return found
 
     class OnOneDevice(gloo):
@@ -197,16 +201,6 @@ def _try_threads(number: int) -> None:
 def _threads() -> set[int]:
     # The kernel's numbers; none if the system is not Linux.
     return {int(path.name) for path in Path("/proc/self/task").glob("*")}
-
-
-def _let_others_finish(thread: int) -> None:
-    """When a message wakes gloo's listener, let the thread on its core wait or use up its turn first.
-
-    The listener polls while another thread has its connection's lock; with few cores it took that thread's core.
-    """
-    # A sandbox that forbids it has slower ranks, with the same results.
-    with contextlib.suppress(OSError):
-        os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
 
 def uneven_all_gather(all_gather: Callable[..., Any]) -> Callable[..., Any]:
