@@ -50,12 +50,9 @@ def route_checksums(
         index_n = (codes_tl + first_l).view(-1)
         hashes_tl += expert_hashes_lE.flatten().index_select(0, index_n).view(num_tokens, num_layers)
     sums_Nl = hashes_tl.new_zeros(num_samples, num_layers)
-    # Padding (-1) adds its zeros to sample 0.
-    return (
+    if num_samples:  # padding (-1) adds its zeros to sample 0
         sums_Nl.index_add_(0, sample_index_t.clamp_min(0), hashes_tl * token_hashes_t[:, None])
-        if num_samples
-        else sums_Nl
-    )
+    return sums_Nl
 
 
 @dataclass(frozen=True, slots=True)

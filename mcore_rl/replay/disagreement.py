@@ -60,18 +60,20 @@ class DisagreementLimit:
             )
             if share > limit and disjoint > FEW_TOKENS
         ]
-        if not above and (exchanged := exchanged_experts(totals)):
+        if above:
+            return (
+                "the rollout engine's routes have no expert in common with those that the trainer chooses with the "
+                f"same weights: {'; '.join(above)}. They are probably not the routes of these tokens, or the engine "
+                "has other weights. Look at rollout_routes/* in the report; replay.max_disagreement is the limit."
+            )
+        if exchanged := exchanged_experts(totals):
             return exchanged
-        if not above:
-            if setting == "auto" and not self._measured_L and _has_enough(totals):
-                # Never measure a pass above the first limit: its error would be allowed from then on.
-                self._measured_L += [min(max(LOWEST_LIMIT, TIMES_FIRST * share), 2 * self._first) for share in shares_L]
-            return None
-        return (
-            "the rollout engine's routes have no expert in common with those that the trainer chooses with the same "
-            f"weights: {'; '.join(above)}. They are probably not the routes of these tokens, or the engine has other "
-            "weights. Look at rollout_routes/* in the report; replay.max_disagreement is the limit."
-        )
+        # With few tokens in a layer with routers any share is chance. A pass above the first limit is not measured
+        # either: its error would be allowed from then on.
+        counts = [current for compared, current in zip(totals.compared_L, totals.current_L, strict=True) if compared]
+        if setting == "auto" and not self._measured_L and min(counts, default=0) >= MEASURED_TOKENS:
+            self._measured_L += [min(max(LOWEST_LIMIT, TIMES_FIRST * share), 2 * self._first) for share in shares_L]
+        return None
 
     def problems_of_samples(self, disjoint_by_sample: Mapping[int, tuple[int, int]]) -> dict[int, str]:
         """Return an error message for each sample that probably has wrong routes; a few such samples stay below a
@@ -206,9 +208,3 @@ class _Agreement:
     def variance(self) -> float:
         """Variance of `changed_share`; if it is 0, computed as if the choices of one token had changed."""
         return max(self.changed_share, 1.0 / self.num_tokens) / self.num_tokens
-
-
-def _has_enough(totals: RouteTotals) -> bool:
-    """Return whether each layer with routers has enough tokens to measure a limit; with few, any share is chance."""
-    counts = [current for compared, current in zip(totals.compared_L, totals.current_L, strict=True) if compared]
-    return bool(counts) and min(counts) >= MEASURED_TOKENS

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mcore_rl.errors import RoutingError
 from mcore_rl.megatron.agree import refuse_anywhere
-from mcore_rl.megatron.mesh import Axis, Mesh
+from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import to_device
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.replay.accounts import expert_hashes, route_checksums, token_hashes
@@ -85,17 +85,18 @@ def cache_rollout_routes(
     once. Raises RoutingError on all ranks if routes have a wrong shape, or an expert is out of range or chosen twice.
     """
     # The ranks of a tensor-parallel group have the same routes: each checks its share of the samples.
-    of_rank = sorted(generated)[mesh.tp.rank :: mesh.tp.size]
-    share = {sample: generated[sample] for sample in of_rank}
+    samples = sorted(generated)
+    share = {sample: generated[sample] for sample in samples[mesh.tp.rank :: mesh.tp.size]}
     checked = _checked(cache, share)
     refuse_anywhere(checked.problems, RoutingError)
     repeated_fraction = _repeated_fraction(checked.is_repeated_n, share, mesh)
-    has_routes = {sample: routes.has_routes_T for sample, routes in generated.items()}
-    checksums = _checksums(sorted(generated), of_rank, checked.checksums_Nl, mesh.tp)
+    checksums_Nl = checked.checksums_Nl.new_zeros(len(samples), len(cache.layers))
+    checksums_Nl[mesh.tp.rank :: mesh.tp.size] = checked.checksums_Nl
+    dist.all_reduce(checksums_Nl, group=mesh.tp.group)
+    checksums = dict(zip(samples, checksums_Nl.cpu(), strict=True))
     shared = _shared_rows(generated)
     offered = {
-        sample: _offer(cache, routes, has_routes[sample], checksums[sample], shared.get(sample))
-        for sample, routes in generated.items()
+        sample: _offer(cache, routes, checksums[sample], shared.get(sample)) for sample, routes in generated.items()
     }
     cache.receive(version, offered, cache.needed_positions(layouts, mesh), mesh.dp_cp)
     return [repeated_fraction]
@@ -249,17 +250,6 @@ def _has_duplicates(experts_KTL: Tensor) -> Tensor:
     return is_twice_TL
 
 
-def _checksums(samples: Sequence[int], of_rank: Sequence[int], checksums_Nl: Tensor, axis: Axis) -> dict[int, Tensor]:
-    """Collective over `axis`: return the checksum `[l]` of each sample; this rank computed those of `of_rank`."""
-    row_of = {sample: row for row, sample in enumerate(samples)}
-    all_Nl = checksums_Nl.new_zeros(len(samples), checksums_Nl.shape[1])
-    all_Nl[to_device(torch.tensor([row_of[sample] for sample in of_rank], dtype=torch.int64), all_Nl.device)] = (
-        checksums_Nl
-    )
-    dist.all_reduce(all_Nl, group=axis.group)
-    return dict(zip(samples, all_Nl.cpu(), strict=True))
-
-
 def _given_layers(cache: RoutingCache, experts_nLK: Tensor) -> tuple[int, ...]:
     is_whole = experts_nLK.shape[1] == len(cache.model_layers)
     return cache.model_layers if is_whole else cache.layers
@@ -297,10 +287,8 @@ def _num_equal(rows: Tensor, others: Tensor) -> int:
     return int(is_other_T.int().argmax()) if is_other_T.any() else length
 
 
-def _offer(
-    cache: RoutingCache, routes: RolloutRoutes, has_routes_T: Tensor, checksum_l: Tensor, shared: SharedRows | None
-) -> OfferedRoutes:
-    codes_TlK = picked(routes.experts_TLK, _columns(cache, routes.experts_TLK))
+def _offer(cache: RoutingCache, routes: RolloutRoutes, checksum_l: Tensor, shared: SharedRows | None) -> OfferedRoutes:
+    codes_TlK, has_routes_T = picked(routes.experts_TLK, _columns(cache, routes.experts_TLK)), routes.has_routes_T
     is_given_T = has_routes_T.clone()
     if shared is not None:
         is_given_T[: shared.num_positions] = False

@@ -110,7 +110,14 @@ class RoutingTape:
         self._ahead = Ahead(self._device)
         self._begun: dict[tuple[nn.Module, int], Callable[[], Tensor]] = {}
         """Reads of cached codes in progress, for one microbatch of each chunk."""
-        self._microbatches = [self._prepared(routing_cache.local_tokens(layout, mesh)) for layout in layouts]
+        self._microbatches: list[TapeMicrobatch] = []
+        for tokens in (routing_cache.local_tokens(layout, mesh) for layout in layouts):
+            locations = self._compared_cache.locate(version, tokens)
+            index_t, has_routes_t, is_current_t = (
+                to_device(values_t, self._device)
+                for values_t in (tokens.sample_index_t, locations.has_routes_t, tokens.is_current_t)
+            )
+            self._microbatches.append(TapeMicrobatch(tokens, locations, index_t, has_routes_t, is_current_t))
         self._expert_hashes_lE = route_accounts.expert_hashes(self.layers, cache.num_codes, self._device)
         self._num_tokens = [int(microbatch.tokens.is_real_t.sum()) for microbatch in self._microbatches]
         self._layouts = layouts
@@ -225,16 +232,6 @@ class RoutingTape:
                 for index, position in zip(*(column.tolist() for column in of_changed), strict=True):
                     yield tokens.samples[index], position
 
-    def _prepared(self, tokens: routing_cache.LocalTokens) -> TapeMicrobatch:
-        locations = self._compared_cache.locate(self._version, tokens)
-        return TapeMicrobatch(
-            tokens,
-            locations,
-            sample_index_t=self._on_device(tokens.sample_index_t),
-            has_routes_t=self._on_device(locations.has_routes_t),
-            is_current_t=self._on_device(tokens.is_current_t),
-        )
-
     def _start(self, mode: Literal["record", "impose", "observe"], *, compares: bool) -> Routing:
         """Collective over the world: check that the pass can run on every rank, and install the hooks."""
         assert self._mode == "unused", f"the tape was used to {self._mode}; another pass needs another tape"
@@ -325,7 +322,8 @@ class RoutingTape:
         )
         records = self._mode == "record"
         is_counted_t = microbatch.sample_index_t >= 0 if records else microbatch.has_routes_t
-        return route_accounts.token_hashes(ids_t, self._on_device(microbatch.tokens.position_t), is_counted_t)
+        position_t = to_device(microbatch.tokens.position_t, self._device)
+        return route_accounts.token_hashes(ids_t, position_t, is_counted_t)
 
     def _add_checksums(self, chunk: nn.Module, microbatch: TapeMicrobatch, in_chunk: ChunkMicrobatch) -> None:
         routes_ltK = in_chunk.live_ltK if self._mode == "record" else in_chunk.cached_ltK
@@ -346,7 +344,7 @@ class RoutingTape:
             microbatch.drop_checksums_Nl[:, columns] = drops_Nl
 
     def _add_changes(self, chunk: nn.Module, microbatch: TapeMicrobatch, in_chunk: ChunkMicrobatch) -> None:
-        routers = self._routers[chunk]
+        routers, columns = self._routers[chunk], self._columns[chunk]
         live_ltK, cached_ltK, scores_ltK = in_chunk.live_ltK, in_chunk.cached_ltK, in_chunk.scores_ltK
         if cached_ltK is None or scores_ltK is None or not routers.layers:
             return
@@ -358,22 +356,20 @@ class RoutingTape:
         disjoint_lt = changed_Klt.all(0) & microbatch.is_current_t
         missed_Klt = changed_Klt & microbatch.is_current_t
         changes_4l = [changed_Klt.sum((0, 2)), moved_l, missed_Klt.sum((0, 2)), disjoint_lt.sum(1)]
-        self._changes_l4[self._columns[chunk]] += torch.stack(changes_4l, 1)
-        self._count_experts(self._columns[chunk], live_ltK, missed_Klt, microbatch)
+        self._changes_l4[columns] += torch.stack(changes_4l, 1)
+        # Each layer counts into its own row of the flattened counts.
+        first_l = torch.arange(columns.start, columns.stop, device=self._device) * self._cache.num_experts
+        index_n = (live_ltK + first_l[:, None, None]).flatten()
+        is_chosen_t1 = (microbatch.has_routes_t & microbatch.is_current_t)[:, None]
+        for counts_lE, is_counted_ltK in zip(
+            self._choices_2lE, (is_chosen_t1.expand_as(live_ltK), missed_Klt.permute(1, 2, 0)), strict=True
+        ):
+            counts_lE.view(-1).index_add_(0, index_n, is_counted_ltK.flatten().long())
         here_t = changed_Klt.flatten(0, 1).any(0)
         before_t = microbatch.is_changed_t
         microbatch.is_changed_t = here_t if before_t is None else before_t | here_t
         disjoint_t, before_t = disjoint_lt.sum(0), microbatch.disjoint_t
         microbatch.disjoint_t = disjoint_t if before_t is None else before_t + disjoint_t
-
-    def _count_experts(self, columns: slice, live_ltK: Tensor, missed_Klt: Tensor, microbatch: TapeMicrobatch) -> None:
-        num_experts = self._cache.num_experts
-        first_l11 = torch.arange(columns.start, columns.stop, device=self._device)[:, None, None] * num_experts
-        is_chosen_t1 = (microbatch.has_routes_t & microbatch.is_current_t)[:, None]
-        for counts_lE, is_counted_ltK in zip(
-            self._choices_2lE, (is_chosen_t1.expand_as(live_ltK), missed_Klt.permute(1, 2, 0)), strict=True
-        ):
-            counts_lE.view(-1).index_add_(0, (live_ltK + first_l11).flatten(), is_counted_ltK.flatten().long())
 
     def _add_recorded(self, chunk: nn.Module, microbatch: TapeMicrobatch, in_chunk: ChunkMicrobatch) -> None:
         """Collect a microbatch's codes from each chunk; after the last chunk, add them to the cache."""
@@ -481,9 +477,6 @@ class RoutingTape:
         return {
             sample: (disjoint, compared) for sample, (disjoint, compared) in zip(samples, sums_N2.tolist(), strict=True)
         }
-
-    def _on_device(self, tensor: Tensor) -> Tensor:
-        return to_device(tensor, self._device)
 
 
 def _columns(routers: Mapping[nn.Module, ChunkRouters]) -> tuple[dict[nn.Module, slice], tuple[int, ...]]:
