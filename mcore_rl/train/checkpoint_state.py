@@ -33,16 +33,19 @@ def full_state(state: TrainState) -> dict[str, Any]:
         state.config.model, write.describe_mesh(state.mesh), state.mesh.world.size, state.progress.step, ours
     )
     common["args"].consumed_train_samples = state.progress.consumed_samples
-    return (
-        weights
-        | common
-        | {
-            "optimizer": moments,
-            "opt_param_scheduler": state.schedule.state_dict(),
-            "random_states": _random_shard(state, random_states()),
-        }
-        | ({} if state.critic is None else {"critic": _critic_state(state.critic)})
-    )
+    entries: dict[str, Any] = weights | common
+    entries |= {
+        "optimizer": moments,
+        "opt_param_scheduler": state.schedule.state_dict(),
+        "random_states": _random_shard(state, random_states()),
+    }
+    if (critic := state.critic) is not None:
+        weights, moments = _sharded(critic)
+        shards: dict[str, Any] = weights | {"optimizer": moments}
+        add_prefix_for_sharding(shards, CRITIC)
+        values = {"opt_param_scheduler": critic.schedule.state_dict(), "progress": asdict(critic.progress)}
+        entries["critic"] = shards | values
+    return entries
 
 
 def _sharded(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -62,14 +65,6 @@ def _sharded(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
     if not state.config.optim.is_sharded:
         _number_copies(state, moments)
     return weights, moments
-
-
-def _critic_state(critic: TrainState) -> dict[str, Any]:
-    """Collective over the mesh: return the critic's state for a resumed run, under keys that begin with CRITIC."""
-    weights, moments = _sharded(critic)
-    entries: dict[str, Any] = weights | {"optimizer": moments}
-    add_prefix_for_sharding(entries, CRITIC)
-    return entries | {"opt_param_scheduler": critic.schedule.state_dict(), "progress": asdict(critic.progress)}
 
 
 def _wanted(state: TrainState, stored: StoredCheckpoint) -> dict[str, Any]:

@@ -207,6 +207,7 @@ class Trainer(ABC):
 
     def _run_steps(self) -> None:
         progress, train = self.state.progress, self.state.config.train
+        save_interval = self.state.config.checkpoint.interval
         with self._garbage:
             while progress.step < train.steps:
                 if reason := self.stop_reason():
@@ -215,21 +216,16 @@ class Trainer(ABC):
                     return
                 self._step()
                 self._garbage.unit_done()
-                self._evaluate_and_save_when_due()
+                if progress.step < train.steps:  # the evaluation and checkpoint of the last step come after the loop
+                    if train.eval_interval and progress.step % train.eval_interval == 0:
+                        self._pause_to_evaluate(is_last=False)
+                    if save_interval and progress.step % save_interval == 0:
+                        self._save()
+                self._log_saving(self.checkpoints.poll())
             self._pause_to_evaluate(is_last=True)
         self._save_last()
         self._refuse_unfinished_skips()
         self.folder.mark_done(progress.step)
-
-    def _evaluate_and_save_when_due(self) -> None:
-        config, step = self.state.config, self.state.progress.step
-        # The evaluation and checkpoint of the last step come after the loop.
-        if step < config.train.steps:
-            if config.train.eval_interval and step % config.train.eval_interval == 0:
-                self._pause_to_evaluate(is_last=False)
-            if config.checkpoint.interval and step % config.checkpoint.interval == 0:
-                self._save()
-        self._log_saving(self.checkpoints.poll())
 
     def _pending_metrics(self) -> list[Metric]:
         """Collective over the world: return metrics that are gathered less often than every step."""

@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import chain
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -94,11 +95,22 @@ class WaitingMemory:
         if self._store == "device" or self._away is not None or self._num_users:
             return
         start_s = time.perf_counter()
-        storages = list(_storages(self._tensors(), self._device))
+        by_address: dict[int, UntypedStorage] = {}
+        for tensor in self._tensors():
+            storage = tensor.untyped_storage()
+            if tensor.device == self._device and storage.nbytes():
+                by_address.setdefault(storage.data_ptr(), storage)
+        away = [(storage, storage.nbytes()) for storage in by_address.values()]
         if not self._is_scratch and (self._changes or not self._host):
-            self._write(storages)
-        self._away = [(storage, storage.nbytes()) for storage in storages]
-        for storage in storages:
+            sizes = [size for _, size in away]
+            self.moved_bytes += sum(sizes)
+            if [stored.num_bytes for stored in self._host] != sizes:
+                self._host = []  # frees the old bytes first
+                self._host = [StoredBytes(size, "host", self._device) for size in sizes]
+            for (storage, _), stored in zip(away, self._host, strict=True):
+                stored.put(_bytes_of(storage))
+        self._away = away
+        for storage, _ in away:
             storage.resize_(0)
         self.moves_s += time.perf_counter() - start_s
 
@@ -106,33 +118,21 @@ class WaitingMemory:
     def present(self) -> Iterator[None]:
         """Context in which the bytes are on the device; it can be nested."""
         if self._away is not None:
-            self._come_back(self._away)
+            start_s, away = time.perf_counter(), self._away
+            for storage, size in away:
+                storage.resize_(size)
+            self._away = None
+            if not self._is_scratch:
+                self.moved_bytes += sum(size for _, size in away)
+                for (storage, _), stored in zip(away, self._host, strict=True):
+                    stored.get(_bytes_of(storage))
+            self.moves_s += time.perf_counter() - start_s
         self._num_users += 1
         try:
             yield
         finally:
             self._num_users -= 1
             self.leave()
-
-    def _come_back(self, away: Sequence[tuple[UntypedStorage, int]]) -> None:
-        start_s = time.perf_counter()
-        for storage, size in away:
-            storage.resize_(size)
-        self._away = None
-        if not self._is_scratch:
-            self.moved_bytes += sum(storage.nbytes() for storage, _ in away)
-            for (storage, _), stored in zip(away, self._host, strict=True):
-                stored.get(_bytes_of(storage))
-        self.moves_s += time.perf_counter() - start_s
-
-    def _write(self, storages: Sequence[UntypedStorage]) -> None:
-        sizes = [storage.nbytes() for storage in storages]
-        self.moved_bytes += sum(sizes)
-        if [stored.num_bytes for stored in self._host] != sizes:
-            self._host = []  # frees the old bytes first
-            self._host = [StoredBytes(size, "host", self._device) for size in sizes]
-        for storage, stored in zip(storages, self._host, strict=True):
-            stored.put(_bytes_of(storage))
 
 
 class Residence:
@@ -169,9 +169,12 @@ class Residence:
         def state() -> Iterator[Tensor]:
             # In fp32 the optimizer's weights are views of the model's.
             own = {tensor.untyped_storage().data_ptr() for tensor in weights()}
-            for tensor in _optimizer_tensors(optimizer):
-                if tensor.untyped_storage().data_ptr() not in own:
-                    yield tensor
+            for part in optimizer.chained_optimizers:
+                params = [group["params"] for group in part.optimizer.param_groups]
+                entries = [states.values() for states in part.optimizer.state.values()]
+                for entry in chain(*params, *entries):
+                    if isinstance(entry, Tensor) and entry.untyped_storage().data_ptr() not in own:
+                        yield entry
 
         self._weights = WaitingMemory(weights, "device" if weights_stay else store, device)
         self._state = WaitingMemory(state, store, device)
@@ -180,11 +183,9 @@ class Residence:
         for part in (self._gradients, self._state, self._weights):
             part.leave()
 
-    @contextmanager
-    def for_passes(self) -> Iterator[None]:
+    def for_passes(self) -> AbstractContextManager[None]:
         """Context in which the weights are on the device."""
-        with self._weights.present():
-            yield
+        return self._weights.present()
 
     @contextmanager
     def for_saving(self) -> Iterator[None]:
@@ -217,23 +218,6 @@ def all_present(residences: Iterable[Residence]) -> Iterator[None]:
         for residence in residences:
             stack.enter_context(residence.for_saving())
         yield
-
-
-def _storages(tensors: Iterable[Tensor], device: torch.device) -> Iterator[UntypedStorage]:
-    seen = set()
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        if tensor.device == device and storage.nbytes() and storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
-            yield storage
-
-
-def _optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
-    for part in optimizer.chained_optimizers:
-        for group in part.optimizer.param_groups:
-            yield from group["params"]
-        for entries in part.optimizer.state.values():
-            yield from (entry for entry in entries.values() if isinstance(entry, Tensor))
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:

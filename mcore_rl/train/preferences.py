@@ -338,22 +338,23 @@ class PreferenceTrainer(GivenDataTrainer):
             self._report_skip(report)
 
     def _evaluate(self, *, is_last: bool) -> None:
-        state, train = self.state, self.state.config.train
-        if self._valid is None or not train.eval_batches:
+        num_batches = self.state.config.train.eval_batches
+        if self._valid is None or not num_batches:
             return
-        with state.timers.phase("eval"):
-            sums = pair_sums(
-                state.chunks,
-                self._valid,
-                self._head,
-                state.mesh,
-                state.platform.device,
-                num_batches=train.eval_batches,
-                global_batch=train.global_batch,
-            )
-        self.log.write_now(
-            state.progress.step,
-            [Metric(f"eval/{metric.name}", metric.value, metric.count) for metric in self._head.metrics(sums)],
+        with self.state.timers.phase("eval"):
+            sums = self._pair_sums(self._valid, num_batches)
+        metrics = [Metric(f"eval/{metric.name}", metric.value, metric.count) for metric in self._head.metrics(sums)]
+        self.log.write_now(self.state.progress.step, metrics)
+
+    def _pair_sums(self, source: PreferenceSource, num_batches: int) -> dict[str, float]:
+        return pair_sums(
+            self.state.chunks,
+            source,
+            self._head,
+            self.state.mesh,
+            self.state.platform.device,
+            num_batches=num_batches,
+            global_batch=self.state.config.train.global_batch,
         )
 
 

@@ -14,7 +14,7 @@ from mcore_rl.metrics.metrics import Metric
 from mcore_rl.model.build import unwrap
 from mcore_rl.model.heads import ScoreLayer
 from mcore_rl.train.loop import Run
-from mcore_rl.train.preferences import PreferenceMicrobatch, PreferenceSource, PreferenceTrainer, pair_sums
+from mcore_rl.train.preferences import PreferenceMicrobatch, PreferenceSource, PreferenceTrainer
 from mcore_rl.train.state import TrainState
 
 NUM_BINS = 5
@@ -270,16 +270,7 @@ class RewardModelTrainer(PreferenceTrainer):
         if is_last and self._shifts:
             # A run that was killed after its last save starts with the shift that it saved.
             set_shift(self.state, 0.0)
-            state, train = self.state, self.state.config.train
-            sums = pair_sums(
-                state.chunks,
-                self._valid or self._train,
-                self._head,
-                state.mesh,
-                state.platform.device,
-                num_batches=train.eval_batches or 1,
-                global_batch=train.global_batch,
-            )
+            sums = self._pair_sums(self._valid or self._train, self.state.config.train.eval_batches or 1)
             shift = sums["chosen_reward"] / sums["count"]
             set_shift(self.state, shift)
             self.log.message(
