@@ -183,7 +183,7 @@ def _memory_files(root: Path) -> tuple[Path, Path]:
             if controllers == "":
                 folder, events, limit = root / "sys/fs/cgroup", "memory.events", "memory.max"
             elif "memory" in controllers.split(","):
-                folder, events, limit = (root / "sys/fs/cgroup/memory", "memory.oom_control", "memory.limit_in_bytes")
+                folder, events, limit = root / "sys/fs/cgroup/memory", "memory.oom_control", "memory.limit_in_bytes"
             else:
                 continue
             folder /= path.lstrip("/")

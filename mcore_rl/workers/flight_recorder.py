@@ -42,7 +42,12 @@ def dump(rank: int) -> str:
         if dist.is_nccl_available() and torch.cuda.is_initialized():
             trace = C10D._dump_nccl_trace()
         elif RECORDS_GLOO:
-            trace = _with_groups(C10D._dump_fr_trace())
+            # gloo's recorder omits the ranks of each process group, which torch's reader requires.
+            record = pickle.loads(C10D._dump_fr_trace())
+            for group, name in dist.distributed_c10d._world.pg_names.items():
+                ranks = dist.get_process_group_ranks(group)
+                record["pg_config"][name] = {"name": name, "desc": group.group_desc, "ranks": str(ranks)}
+            trace = pickle.dumps(record)
         else:
             return ""
         path.write_bytes(trace)
@@ -50,12 +55,3 @@ def dump(rank: int) -> str:
         names = f"{path.parent} --prefix {Path(prefix).name}"
         return f"The last collectives: {path} ({reader} {names} compares the ranks)."
     return ""
-
-
-def _with_groups(trace: bytes) -> bytes:
-    # gloo's recorder omits the ranks of each process group, which torch's reader requires.
-    record = pickle.loads(trace)
-    for group, name in dist.distributed_c10d._world.pg_names.items():
-        ranks = dist.get_process_group_ranks(group)
-        record["pg_config"][name] = {"name": name, "desc": group.group_desc, "ranks": str(ranks)}
-    return pickle.dumps(record)

@@ -193,16 +193,13 @@ class _Guard(AbstractContextManager[None]):
         # The store ends with its host, which therefore leaves last.
         self.store.write(f"gone/{self.rank}", "")  # before it waits: from now on its silence is no failure
         if self.is_host:
-            self._wait_for_the_others()
+            waiting = set(range(self.world_size)) - {self.rank}
+            while waiting := {rank for rank in waiting if self.store.read(f"left/{rank}") is None}:
+                time.sleep(LOOK_S / 10)
         self.leaving.set()
         self.watcher.join()
         if not self.is_host:
             self.store.write(f"left/{self.rank}", "")
-
-    def _wait_for_the_others(self) -> None:
-        waiting = set(range(self.world_size)) - {self.rank}
-        while waiting := {rank for rank in waiting if self.store.read(f"left/{rank}") is None}:
-            time.sleep(LOOK_S / 10)
 
     def _fail(self, error: BaseException) -> NoReturn:
         cause = _cause(error)

@@ -209,20 +209,16 @@ def _be_the_rank(parent: int, rank: int, argv: Sequence[str], mask: Set[int]) ->
     try:
         runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
     finally:
-        _note_unforeseen(rank, sys.exception())
+        error = sys.exception()
+        if isinstance(error, KeyboardInterrupt):  # Ctrl-C ends the rank without a traceback
+            sys.stderr.write(f"Rank {rank} was interrupted.\n")
+            sys.stderr.flush()
+            os._exit(INTERRUPTED_STATUS)
+        if error is not None and not isinstance(error, SystemExit):
+            cause = f"{type(error).__name__}: {error}"
+            text = "".join(traceback.format_exception(error)).rstrip()
+            note_failure(rank_failure(rank, 1, cause, f"{cause}\n{text}"))
     sys.exit(0)
-
-
-def _note_unforeseen(rank: int, error: BaseException | None) -> None:
-    # Ctrl-C ends the rank without a traceback.
-    if isinstance(error, KeyboardInterrupt):
-        sys.stderr.write(f"Rank {rank} was interrupted.\n")
-        sys.stderr.flush()
-        os._exit(INTERRUPTED_STATUS)
-    if error is not None and not isinstance(error, SystemExit):
-        cause = f"{type(error).__name__}: {error}"
-        text = "".join(traceback.format_exception(error)).rstrip()
-        note_failure(rank_failure(rank, 1, cause, f"{cause}\n{text}"))
 
 
 if __name__ == "__main__":
