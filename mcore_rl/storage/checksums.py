@@ -54,17 +54,13 @@ def joined(parts: Iterable[PartChecksum], size: int) -> int | None:
     for part in sorted(parts):
         if part.start != position:
             return None
-        crc = _concatenated(crc, part.crc, part.size)
+        # A CRC-32 is linear: that of two byte strings is the first's, with zeros appended, plus (xor) the second's.
+        for power in range(part.size.bit_length()):
+            if part.size >> power & 1:
+                crc = _apply(_zero_bytes(power), crc)
+        crc ^= part.crc
         position += part.size
     return crc if position == size else None
-
-
-def _concatenated(first: int, second: int, second_size: int) -> int:
-    """Return the CRC-32 of two byte strings. It is linear: append zeros to the first, then add (xor) the second's."""
-    for power in range(second_size.bit_length()):
-        if second_size >> power & 1:
-            first = _apply(_zero_bytes(power), first)
-    return first ^ second
 
 
 @cache

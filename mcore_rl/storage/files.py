@@ -304,7 +304,11 @@ def refuse_overlap(output: Path, sources: Sequence[tuple[str, Path]]) -> None:
     real = Path(os.path.realpath(output))
     own, place, found = _identity(real), _identities(real), []
     for name, source in sources:
-        for path in _with_linked_files(source):
+        paths = [source]
+        with suppress(PermissionError):  # who reads the source names what may not be read
+            if source.is_dir():
+                paths += [Path(os.path.realpath(entry)) for entry in source.iterdir() if entry.is_symlink()]
+        for path in paths:
             identity = _identity(path)
             if identity is None:
                 continue
@@ -470,13 +474,6 @@ def _identity(path: Path) -> tuple[int, int] | None:
 def _identities(path: Path) -> set[tuple[int, int]]:
     real = Path(os.path.realpath(path))
     return {identity for each in (real, *real.parents) if (identity := _identity(each)) is not None}
-
-
-def _with_linked_files(source: Path) -> Iterator[Path]:
-    yield source
-    with suppress(PermissionError):  # who reads the source names what may not be read
-        if source.is_dir():
-            yield from [Path(os.path.realpath(entry)) for entry in source.iterdir() if entry.is_symlink()]
 
 
 def unfinished_download(folder: Path) -> str:

@@ -114,7 +114,12 @@ def read(
                 on_every_rank(partial(_check_files, folder, keys | folder.objects))
     if stored.base is None:
         return _loaded(state, stored, mesh)
-    of_base, own = extract_matching_values(state, partial(_is_in_base, stored))
+
+    def is_in_base(leaf: Any) -> bool:
+        key = leaf.unique_key if isinstance(leaf, ShardedObject) else getattr(leaf, "key", None)
+        return key is not None and key not in stored.parts
+
+    of_base, own = extract_matching_values(state, is_in_base)
     loaded = _loaded(own, stored, mesh)
     with _of_base(stored.path):
         weights = _loaded(of_base, stored.base, mesh)
@@ -135,11 +140,6 @@ def _loaded(state: dict[str, Any], stored: StoredCheckpoint, mesh: Mesh) -> dict
             f"{stored.path} cannot be read: {_reason(error)}. {checkpoint.others(stored.path)}"
         ) from error
     return loaded
-
-
-def _is_in_base(stored: StoredCheckpoint, leaf: Any) -> bool:
-    key = leaf.unique_key if isinstance(leaf, ShardedObject) else getattr(leaf, "key", None)
-    return key is not None and key not in stored.parts
 
 
 @contextmanager
@@ -171,6 +171,10 @@ def _inspect(path: Path, verify_checksums: bool) -> StoredCheckpoint:
     tensors = {name: entry for name, entry in entries.items() if isinstance(entry, foreign.StoredTensor)}
     shapes = {name: tuple(entry.size) for name, entry in tensors.items()}
     objects = frozenset(entries.keys() - tensors.keys())
+    parts: dict[str, list[archives.FileRange]] = {}
+    for index, info in (metadata.storage_data or {}).items():
+        if not getattr(info, "transform_descriptors", None):  # compressed parts are checked by torch itself
+            parts.setdefault(index.fqn, []).append(archives.FileRange(info.relative_path, info.offset, info.length))
     with _of_base(path):
         base_path = None if marker is None else checkpoint.base_of(path, marker)
         base = None if base_path is None else _inspect(base_path, verify_checksums)
@@ -182,20 +186,11 @@ def _inspect(path: Path, verify_checksums: bool) -> StoredCheckpoint:
         marker=marker,
         shapes=shapes,
         objects=objects,
-        parts=_parts(metadata),
+        parts=parts,
         args=read_args(path) if is_megatron_lm else {},
         verify_checksums=verify_checksums,
         base=base,
     )
-
-
-def _parts(metadata: foreign.StoredMetadata) -> dict[str, list[archives.FileRange]]:
-    """Return the parts of each key, but for compressed parts, which torch checks by itself."""
-    found: dict[str, list[archives.FileRange]] = {}
-    for index, info in (metadata.storage_data or {}).items():
-        if not getattr(info, "transform_descriptors", None):
-            found.setdefault(index.fqn, []).append(archives.FileRange(info.relative_path, info.offset, info.length))
-    return found
 
 
 def _check_objects(stored: StoredCheckpoint, wanted: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
@@ -150,8 +150,38 @@ def finish(
     """
     gathered: list[Any] | None = [None] * mesh.world.size if mesh.world.rank == 0 else None
     dist.gather_object(written, gathered, dst=0)
-    origin = program, dict(settings or {}), dict(inputs or {}), dict(base or {})
-    return on_rank_zero(partial(_finish, plan, gathered or [], mesh, model, step, *origin))
+
+    def complete() -> checkpoint.Marker:
+        assert plan.metadata is not None and gathered is not None
+        with checkpoint_errors_explained(plan.path, "finishing"):
+            plan.writer.finish(plan.metadata, [of_rank.results for of_rank in gathered])
+            save_config(FORMAT, str(plan.path))
+            files = {name: size for of_rank in gathered for name, size in of_rank.files.items()}
+            crc32 = {name: crc for of_rank in gathered for name, crc in of_rank.crc32.items()}
+            for name in (checkpoint.METADATA, checkpoint.FORMAT_FILE):
+                files[name] = (plan.path / name).stat().st_size
+                crc32[name] = crc32_of(plan.path / name)
+            marker = checkpoint.Marker(
+                step=step,
+                time=datetime.now(UTC).isoformat(timespec="seconds"),
+                world_size=mesh.world.size,
+                mesh=describe_mesh(mesh),
+                model=model.model_dump(mode="json"),
+                megatron=checkpoint.megatron_version(),
+                files=dict(sorted(files.items())),
+                crc32=dict(sorted(crc32.items())),
+                program=program,
+                settings=dict(settings or {}),
+                inputs=dict(inputs or {}),
+                base=dict(base or {}),
+                numerics=NUMERICS,
+            )
+            # The names of all files before the marker: a crash must not leave a marker of files that are not there.
+            flush_to_disk(plan.path)
+            checkpoint.write_marker(plan.path, marker)
+        return marker
+
+    return on_rank_zero(complete)
 
 
 def write_now(plan: SavePlan) -> WrittenFiles:
@@ -163,47 +193,6 @@ def describe_mesh(mesh: Mesh) -> dict[str, int]:
     """Return the sizes of the mesh's axes: two runs with the same sizes divide a model in the same way."""
     axes = {name: getattr(mesh, name).size for name in ("tp", "pp", "cp", "dp", "ep", "etp")}
     return axes | {"vpp": mesh.config.vpp}
-
-
-def _finish(
-    plan: SavePlan,
-    gathered: list[WrittenFiles],
-    mesh: Mesh,
-    model: ModelConfig,
-    step: int,
-    program: str,
-    settings: dict[str, Any],
-    inputs: dict[str, dict[str, str]],
-    base: dict[str, str],
-) -> checkpoint.Marker:
-    assert plan.metadata is not None
-    with checkpoint_errors_explained(plan.path, "finishing"):
-        plan.writer.finish(plan.metadata, [written.results for written in gathered])
-        save_config(FORMAT, str(plan.path))
-        files = {name: size for written in gathered for name, size in written.files.items()}
-        crc32 = {name: crc for written in gathered for name, crc in written.crc32.items()}
-        for name in (checkpoint.METADATA, checkpoint.FORMAT_FILE):
-            files[name] = (plan.path / name).stat().st_size
-            crc32[name] = crc32_of(plan.path / name)
-        marker = checkpoint.Marker(
-            step=step,
-            time=datetime.now(UTC).isoformat(timespec="seconds"),
-            world_size=mesh.world.size,
-            mesh=describe_mesh(mesh),
-            model=model.model_dump(mode="json"),
-            megatron=checkpoint.megatron_version(),
-            files=dict(sorted(files.items())),
-            crc32=dict(sorted(crc32.items())),
-            program=program,
-            settings=settings,
-            inputs=inputs,
-            base=base,
-            numerics=NUMERICS,
-        )
-        # The names of all files before the marker: a crash must not leave a marker of files that are not there.
-        flush_to_disk(plan.path)
-        checkpoint.write_marker(plan.path, marker)
-    return marker
 
 
 class _PlanOnly(TorchDistSaveShardedStrategy):
@@ -336,12 +325,10 @@ def load_weights(
     """
     stored = inspect(path, verify_checksums=verify_checksums)
     state = without_absent_extras(weights_state(chunks, mesh), stored)
-    is_new_head = model.head == "score" and not stored.has_scores
+    is_new_head, stored_layers = model.head == "score" and not stored.has_scores, stored
     if is_new_head:
         layers = {name: shape for name, shape in stored.shapes.items() if not name.startswith(checkpoint.LOGIT_PARTS)}
         stored_layers = replace(stored, shapes=layers)
-    else:
-        stored_layers = stored
 
     def is_stored(leaf: Any) -> bool:
         is_adapter = checkpoint.ADAPTER in leaf.key and not stored.has_adapters
@@ -350,7 +337,7 @@ def load_weights(
     wanted, own = extract_matching_values(state, is_stored)
     loaded = read(wanted, stored_layers, mesh, model, allowed=allowed)
     for name, tensors in own.items():
-        loaded[name] |= {key: _own(shard) for key, shard in tensors.items()}
+        loaded[name] |= {key: shard.data for key, shard in tensors.items()}
     put_weights(chunks, loaded)
     return stored
 
@@ -365,12 +352,6 @@ def refuse_other_adapters(stored: StoredCheckpoint, lora: LoraConfig) -> None:
             f"{stored.path} has other low-rank adapters:\n{listing(changes)[0]}\nSet the section `lora` as there, or "
             "add them to the weights, with `mcore-rl convert export --merge`, and import the result"
         )
-
-
-def _own(shard: ShardedTensor | ShardedTensorFactory) -> torch.Tensor:
-    data: torch.Tensor | None = shard.data
-    assert data is not None
-    return data
 
 
 def _names(chunks: Sequence[nn.Module]) -> list[str]:
