@@ -92,15 +92,21 @@ def on_every_rank(action: Callable[[], T]) -> T:
     """
     value, error = _outcome(action)
     wait_for_hosts()
-    errors: list[McoreRlError | None] = [None] * dist.get_world_size()
     # Before any rank raises: one that raised at once would leave the others waiting in their next collective.
-    dist.all_gather_object(errors, error)
+    errors = from_every_rank(error)
     for rank, failure in enumerate(errors):
         if failure is not None:
             text = f"rank {rank}: {failure}" if len(errors) > 1 else str(failure)
             raise _of_rank(rank, type(failure)(text))
     result: T = value
     return result
+
+
+def from_every_rank(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Collective over `group`, by default the world: return the ranks' values in the order of the ranks."""
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def from_first_of_model(value: T, mesh: Mesh, of_stage: Callable[[T, int], T] | None = None) -> T:
@@ -176,8 +182,7 @@ def refuse_anywhere(problems: Sequence[str], kind: type[McoreRlError]) -> None:
     # One number first: nearly always nothing is wrong, and gathering objects takes three times as long.
     if not world_max(len(problems)):
         return
-    problems_of_ranks: list[Sequence[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(problems_of_ranks, list(problems)[:MAX_PROBLEMS])
+    problems_of_ranks = from_every_rank(list(problems)[:MAX_PROBLEMS])
     for rank, found in enumerate(problems_of_ranks):
         if found:
             text = "; ".join(f"rank {rank}: {problem}" if len(problems_of_ranks) > 1 else problem for problem in found)
@@ -189,8 +194,7 @@ def world_union(of_rank: Mapping[int, str]) -> dict[int, str]:
     # One number first, as above.
     if not world_max(len(of_rank)):
         return {}
-    of_ranks: list[Mapping[int, str]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(of_ranks, dict(of_rank))
+    of_ranks = from_every_rank(dict(of_rank))
     merged = {key: value for one in reversed(of_ranks) for key, value in one.items()}
     return dict(sorted(merged.items()))
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from mcore_rl.config.run import PlatformConfig, RunConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron import batch_invariant
-from mcore_rl.megatron.agree import patience_of
+from mcore_rl.megatron.agree import from_every_rank, patience_of
 from mcore_rl.megatron.compiled import BuildError, build_id, library
 from mcore_rl.megatron.kernels import KERNEL, has_kernel
 from mcore_rl.megatron.patches.table import FOUND  # first: torch and Megatron are patched
@@ -149,9 +149,7 @@ def compiled_layers(config: PlatformConfig, world_size: int = 1) -> tuple[str, s
     if not is_asked and config.layers != "auto":
         return "", ""
     here = _build(config)
-    builds = [here] * world_size
-    if world_size > 1:
-        dist.all_gather_object(builds, here)
+    builds = from_every_rank(here) if world_size > 1 else [here]
     build, reason = builds[0]
     for rank, (rank_build, why) in enumerate(builds):
         if not rank_build:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mcore_rl.megatron.agree import from_every_rank
 from mcore_rl.megatron.mesh import Axis
 from mcore_rl.megatron.platform import to_device
 
@@ -120,20 +121,17 @@ def exchange(
 
     Positions without routes on any rank are not returned; positions shared with another sample are returned with it.
     """
-    offers: list[dict[int, RouteOffer]] = [{} for _ in range(axis.size)]
     offers_here = {
         sample: RouteOffer(
             routes.num_tokens, routes.layers, as_ranges(routes.position_n), as_ranges(routes.missing_n), routes.shared
         )
         for sample, routes in offered.items()
     }
-    dist.all_gather_object(offers, offers_here, group=axis.group)
+    offers = from_every_rank(offers_here, axis.group)
     offer_of = {sample: offer for of_rank in offers for sample, offer in of_rank.items()}
     needed = with_shared_once(needed, offer_of)
     requests = plan_requests(needed, layers, offers, axis.rank)
-    requests_of: list[dict[int, list[RouteRequest]]] = [{} for _ in range(axis.size)]
-    dist.all_gather_object(requests_of, requests, group=axis.group)
-    to_answer = [of_rank.get(axis.rank, []) for of_rank in requests_of]
+    to_answer = [of_rank.get(axis.rank, []) for of_rank in from_every_rank(requests, axis.group)]
     outgoing = [
         [part for request in of_rank for part in answer(offered[request.sample], request)] for of_rank in to_answer
     ]

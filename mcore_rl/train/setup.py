@@ -3,7 +3,6 @@
 import importlib
 from collections.abc import Sequence
 
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -15,7 +14,7 @@ from mcore_rl.config.run import RunConfig, TrainConfig
 from mcore_rl.config.section import Store
 from mcore_rl.config.speed import SpeedFlags, run_flags
 from mcore_rl.errors import ConfigError
-from mcore_rl.megatron.agree import world_max
+from mcore_rl.megatron.agree import from_every_rank, world_max
 from mcore_rl.megatron.mesh import Mesh, build_mesh, seed_ranks
 from mcore_rl.megatron.platform import Platform
 from mcore_rl.megatron.routers import routers
@@ -118,10 +117,8 @@ def refuse_partly_frozen(chunks: Sequence[nn.Module], mesh: Mesh) -> None:
     # Nearly always everything is trained, and a single number shows it.
     if not world_max(int({False} in trained.values() or {False, True} in trained.values())):
         return
-    of_ranks: list[dict[str, set[bool]]] = [{} for _ in range(mesh.world.size)]
-    dist.all_gather_object(of_ranks, trained)
     whole: dict[str, set[bool]] = {}
-    for found in of_ranks:
+    for found in from_every_rank(trained):
         for key, flags in found.items():
             whole.setdefault(key, set()).update(flags)
     partly = sorted(key for key, flags in whole.items() if len(flags) > 1)

@@ -22,7 +22,7 @@ from mcore_rl.config.changes import config_changes, listing
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError, DamagedCheckpointError
 from mcore_rl.families.same_model import model_changes
-from mcore_rl.megatron.agree import on_every_rank, on_rank_zero
+from mcore_rl.megatron.agree import from_every_rank, on_every_rank, on_rank_zero
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.storage import archives, checkpoint, foreign
 from mcore_rl.storage.megatron_lm import args_changes, read_args
@@ -248,9 +248,7 @@ def _check_origin(path: Path) -> None:
 def _compare(stored: StoredCheckpoint, wanted: dict[str, Any], model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Collective over the world: return the global shapes of all ranks' tensors; CheckpointError unless stored so."""
     shapes = {leaf.key: tuple(leaf.global_shape) for leaf in nested_values(wanted) if isinstance(leaf, ShardedTensor)}
-    every_rank: list[dict[str, tuple[int, ...]]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(every_rank, shapes)
-    all_shapes = {name: shape for rank in every_rank for name, shape in rank.items()}
+    all_shapes = {name: shape for of_rank in from_every_rank(shapes) for name, shape in of_rank.items()}
     problems = list(_problems(stored, all_shapes))
     if not problems:
         return all_shapes
