@@ -118,7 +118,11 @@ def _checked(cache: RoutingCache, generated: Mapping[int, RolloutRoutes]) -> Che
         batches.append(batch.samples)
         # Long rows for each of the K experts: on a CPU rows of K take ten times as long.
         experts_KnL = batch.experts_nLK.permute(2, 0, 1).contiguous()
-        is_sound.append(_is_sound(cache, experts_KnL)[None])
+        # Every token has distinct, existing experts in each layer.
+        are_experts = ~_has_duplicates(experts_KnL).any()
+        if experts_KnL.numel():
+            are_experts &= (experts_KnL.amin() >= 0) & (experts_KnL.amax() < cache.num_experts)
+        is_sound.append(are_experts[None])
         is_repeated.append(_is_repeated(batch))
         checksums_bL = route_checksums(
             # Experts that do not exist are reported after the last batch.
@@ -149,14 +153,6 @@ def _problem_of_format(cache: RoutingCache, routes: RolloutRoutes) -> str:
     if torch.iinfo(dtype).max < cache.num_experts - 1:
         return f"as {name}, in which indices of {cache.num_experts} experts wrap around"
     return ""
-
-
-def _is_sound(cache: RoutingCache, experts_KnL: Tensor) -> Tensor:
-    """Return whether every token has distinct, existing experts in each layer, as a bool on the device."""
-    if not experts_KnL.numel():
-        return torch.ones((), dtype=torch.bool, device=cache.device)
-    in_range = (experts_KnL.amin() >= 0) & (experts_KnL.amax() < cache.num_experts)
-    return in_range & ~_has_duplicates(experts_KnL).any()
 
 
 def _problems_of_sample(cache: RoutingCache, sample: int, routes: RolloutRoutes) -> Iterator[str]:

@@ -118,6 +118,10 @@ class RoutingTape:
                 for values_t in (tokens.sample_index_t, locations.has_routes_t, tokens.is_current_t)
             )
             self._microbatches.append(TapeMicrobatch(tokens, locations, index_t, has_routes_t, is_current_t))
+        self._samples = [sample for microbatch in self._microbatches for sample in microbatch.tokens.samples]
+        # Without sequence parallelism all tensor-parallel ranks have the same tokens, and would count them repeatedly.
+        self._sharing = mesh.groups.tp_cp if mesh.sequence_parallel else mesh.groups.cp
+        """Ranks that have parts of the same samples."""
         self._expert_hashes_lE = route_accounts.expert_hashes(self.layers, cache.num_codes, self._device)
         self._num_tokens = [int(microbatch.tokens.is_real_t.sum()) for microbatch in self._microbatches]
         self._layouts = layouts
@@ -238,14 +242,13 @@ class RoutingTape:
         if mode == "record":
             problems = [
                 f"sample {sample} of version {self._version} has been recorded already"
-                for microbatch in self._microbatches
-                for sample in microbatch.tokens.samples
+                for sample in self._samples
                 if self._cache.checksum_of(self._version, sample) is not None
             ]
         else:
             problems = [problem for microbatch in self._microbatches for problem in microbatch.locations.problems]
-        counts = Counter(sample for microbatch in self._microbatches for sample in microbatch.tokens.samples)
-        problems += [f"sample {n} is in {count} microbatches" for n, count in counts.items() if count > 1]
+        counts = Counter(self._samples).items()
+        problems += [f"sample {sample} is in {count} microbatches" for sample, count in counts if count > 1]
         # Before the hooks: where one rank alone raised, the others would wait in the pass's collectives.
         refuse_anywhere(problems, RoutingError)
         self._mode, self._compares = mode, compares
@@ -411,7 +414,6 @@ class RoutingTape:
         """Collective over the ranks that have parts of the same samples: return each whole sample's checksum `[l]`,
         from the checksums `[N, l]` of each microbatch's experts on this rank.
         """
-        samples = [sample for microbatch in self._microbatches for sample in microbatch.tokens.samples]
         if self._mode == "observe":
             # Routing is live: check that the codes which it is compared with are the recorded codes.
             parts = [self._code_checksums(microbatch) for microbatch in self._microbatches]
@@ -422,10 +424,8 @@ class RoutingTape:
             ]
         empty = torch.zeros(0, len(self.layers), dtype=torch.int64, device=self._device)
         sums_Nl = torch.cat([empty, *parts])
-        groups = self._mesh.groups
-        # Without sequence parallelism all tensor-parallel ranks have the same tokens, and would count them repeatedly.
-        dist.all_reduce(sums_Nl, group=groups.tp_cp if self._mesh.sequence_parallel else groups.cp)
-        return dict(zip(samples, sums_Nl.cpu(), strict=True))
+        dist.all_reduce(sums_Nl, group=self._sharing)
+        return dict(zip(self._samples, sums_Nl.cpu(), strict=True))
 
     def _code_checksums(self, microbatch: TapeMicrobatch) -> Tensor:
         """Return the checksums of a microbatch's codes on this rank; zeros for chunks that have not run it."""
@@ -470,13 +470,10 @@ class RoutingTape:
             both_t2 = torch.stack([disjoint_t, is_compared_t * len(self.layers)], 1)
             sums_N2 = both_t2.new_zeros(len(microbatch.tokens.samples), 2)
             sums.append(sums_N2.index_add_(0, index_t.clamp_min(0), both_t2) if len(sums_N2) else sums_N2)
-        sums_N2, groups = torch.cat(sums), self._mesh.groups
-        dist.all_reduce(sums_N2, group=groups.tp_cp if self._mesh.sequence_parallel else groups.cp)
-        dist.all_reduce(sums_N2, group=self._mesh.pp.group)
-        samples = [sample for microbatch in self._microbatches for sample in microbatch.tokens.samples]
-        return {
-            sample: (disjoint, compared) for sample, (disjoint, compared) in zip(samples, sums_N2.tolist(), strict=True)
-        }
+        sums_N2 = torch.cat(sums)
+        for group in (self._sharing, self._mesh.pp.group):
+            dist.all_reduce(sums_N2, group=group)
+        return dict(zip(self._samples, map(tuple, sums_N2.tolist()), strict=True))
 
 
 def _columns(routers: Mapping[nn.Module, ChunkRouters]) -> tuple[dict[nn.Module, slice], tuple[int, ...]]:
