@@ -37,8 +37,6 @@ MAX_NAME_BYTES = 500
 """Longest name of a record: torch cuts names at 512 bytes."""
 TORCHSCRIPT_RECORD = "constants.pkl"
 """Record by which torch knows a TorchScript program, which it would load in place of the pickle."""
-
-
 RECORDED_BYTES = 64 << 10
 """Records larger than this are not read for the checksum of a file: the archive's checksum is used."""
 

@@ -34,8 +34,6 @@ READ_JSON = (
 )
 """JSON files of a folder that are read; any other may be what it likes."""
 VOCABULARIES = ("vocab.json", "merges.txt")
-
-
 NO_TEMPLATE = (
     "{folder} has no chat template (neither chat_template.jinja nor chat_template in tokenizer_config.json). Name a "
     'jinja file with data.chat_template, or set it to "plain" or "raw".'

@@ -60,7 +60,16 @@ def model_args(model: ModelConfig) -> Namespace:
             "dsa_indexer_head_dim": model.indexer.width,
             "dsa_indexer_topk": model.indexer.top_k,
         }
-    return Namespace(**(settings | _positions(model, is_latent=family.is_latent) | architecture))
+    rope = model.rope
+    is_yarn = rope.scaling == "yarn" and not family.is_latent  # latent attention has YaRN by rope_type
+    settings |= {
+        "position_embedding_type": "yarn" if is_yarn else "rope",
+        "rotary_base": rope.theta,
+        "rotary_percent": rope.fraction,
+        "use_rope_scaling": rope.scaling == "llama3",
+        "rope_scaling_factor": rope.factor if rope.scaling == "llama3" else 8.0,
+    }
+    return Namespace(**(settings | (yarn(model) if is_yarn else {}) | architecture))
 
 
 SHARDING_METADATA = {
@@ -97,20 +106,6 @@ def hybrid_args(model: ModelConfig) -> dict[str, Any]:
     """Return HybridModel's own arguments; without a pattern Megatron-LM 0.19 expects GPTModel's names."""
     pattern = "".join("*E" if is_moe else "*-" for is_moe in model.moe_layers)
     return {"num_layers": len(pattern), "hybrid_layer_pattern": pattern, "moe_layer_freq": 1}
-
-
-def _positions(model: ModelConfig, *, is_latent: bool) -> dict[str, Any]:
-    rope = model.rope
-    # Latent attention has YaRN by rope_type.
-    is_yarn = rope.scaling == "yarn" and not is_latent
-    settings: dict[str, Any] = {
-        "position_embedding_type": "yarn" if is_yarn else "rope",
-        "rotary_base": rope.theta,
-        "rotary_percent": rope.fraction,
-        "use_rope_scaling": rope.scaling == "llama3",
-        "rope_scaling_factor": rope.factor if rope.scaling == "llama3" else 8.0,
-    }
-    return settings | (yarn(model) if is_yarn else {})
 
 
 def read_args(path: Path) -> dict[str, Any]:

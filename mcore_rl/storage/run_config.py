@@ -29,8 +29,6 @@ REPLACED = ("checkpoint.load", "data.tokenizer", "data.chat_template")
 """Beginnings of fields in weaker places that a model's folder replaces."""
 NOT_TAKEN = ("model.path", "model.head")
 """Fields of `model` that no folder decides."""
-
-
 OF_SHAPE = (
     *("family", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size", "vocab_size"),
     *("qkv_bias", "qk_norm", "tied_embeddings", "mla"),
