@@ -13,12 +13,13 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import psutil
 from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -41,6 +42,7 @@ MOST_NAMED = 4
 MONITOR_LOOKS = 3
 """Number of looks at the store between two counts of all ranks' signs, by the first and the last rank."""
 LOST_PEER_TEXTS = ("connection", "broken pipe", "gloo", "nccl", "peer")
+T = TypeVar("T")
 
 
 def rank_guard() -> AbstractContextManager[None]:
@@ -69,24 +71,6 @@ class _Alone(AbstractContextManager[None]):
         if isinstance(error, McoreRlError):
             sys.stderr.write(error_text(error) + "\n")
             raise SystemExit(2) from None
-
-
-class _Texts:
-    """Texts by key in a store."""
-
-    def __init__(self, store: PrefixStore) -> None:
-        self._store = store
-
-    def write(self, key: str, text: str) -> None:
-        self._store.set(key, text)
-
-    def read(self, key: str) -> str | None:
-        """Return the text under a key; None if there is none."""
-        return self._store.get(key).decode() if self._store.check([key]) else None
-
-    def claim(self, key: str, text: str) -> str:
-        """Set a text under a key unless a rank has done so before, and return the text that is there then."""
-        return bytes(self._store.compare_set(key, "", text)).decode()
 
 
 class _Guard(AbstractContextManager[None]):
@@ -119,8 +103,8 @@ class _Guard(AbstractContextManager[None]):
         )
         # The agent's store may outlive a restart of the ranks.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self.store = _Texts(PrefixStore(f"mcore_rl/rank_guard/{attempt}", store))
-        self.store.write(f"host/{self.rank}", platform.node())
+        self.store = PrefixStore(f"mcore_rl/rank_guard/{attempt}", store)
+        self.store.set(f"host/{self.rank}", platform.node())
         self._give_sign()
         self.watcher = threading.Thread(target=self._watch, name="rank_guard", daemon=True)
         self.watcher.start()
@@ -148,7 +132,7 @@ class _Guard(AbstractContextManager[None]):
                     folder = collected_in()
                     cause = first_cause(folder) if folder else None
                     if cause and cause.order == Order.CAUSE and self._published() is None:
-                        self.store.write("failure", json.dumps([cause.rank, cause.headline]))
+                        self.store.set("failure", json.dumps([cause.rank, cause.headline]))
             except RuntimeError:
                 self._end_without_store()
             self.looked_s = time.monotonic()
@@ -162,20 +146,20 @@ class _Guard(AbstractContextManager[None]):
             count = self._signs_of(rank)
             before, since_s = signs.get(rank, (0, now_s))
             signs[rank] = (count, since_s if count == before else now_s)
-            if count and now_s - signs[rank][1] > SILENT_S and self.store.read(f"gone/{rank}") is None:
+            if count and now_s - signs[rank][1] > SILENT_S and self._read(f"gone/{rank}") is None:
                 self._note_silence(rank, self._host_of(rank))
             elif count != before and (record := self.silent.pop(rank, None)):
                 record.unlink(missing_ok=True)
 
     def _give_sign(self) -> None:
         self.num_signs += 1
-        self.store.write(f"sign/{self.rank}", str(self.num_signs))
+        self.store.set(f"sign/{self.rank}", str(self.num_signs))
 
     def _signs_of(self, rank: int) -> int:
-        return int(self.store.read(f"sign/{rank}") or 0)
+        return int(self._read(f"sign/{rank}") or 0)
 
     def _host_of(self, rank: int) -> str:
-        return self.store.read(f"host/{rank}") or "an unknown host"
+        return self._read(f"host/{rank}") or "an unknown host"
 
     def _note_silence(self, rank: int, host: str) -> None:
         if rank in self.silent:
@@ -191,15 +175,15 @@ class _Guard(AbstractContextManager[None]):
 
     def _leave(self) -> None:
         # The store ends with its host, which therefore leaves last.
-        self.store.write(f"gone/{self.rank}", "")  # before it waits: from now on its silence is no failure
+        self.store.set(f"gone/{self.rank}", "")  # before it waits: from now on its silence is no failure
         if self.is_host:
             waiting = set(range(self.world_size)) - {self.rank}
-            while waiting := {rank for rank in waiting if self.store.read(f"left/{rank}") is None}:
+            while waiting := {rank for rank in waiting if self._read(f"left/{rank}") is None}:
                 time.sleep(LOOK_S / 10)
         self.leaving.set()
         self.watcher.join()
         if not self.is_host:
-            self.store.write(f"left/{self.rank}", "")
+            self.store.set(f"left/{self.rank}", "")
 
     def _fail(self, error: BaseException) -> NoReturn:
         cause = _cause(error)
@@ -215,8 +199,12 @@ class _Guard(AbstractContextManager[None]):
             if is_lost_peer:
                 failure = self._lost_peer(failure, cause)
             # The rank that met what all raise reports it: its console has the text.
-            if self._first_to_fail(wait=is_lost_peer or origin not in (None, self.rank)) != self.rank:
-                self._give_way(*self._message_of_the_first(), own_headline=cause)
+            if is_lost_peer or origin not in (None, self.rank):
+                _soon(lambda: self._read("first"))
+            # The store has this rank under "first" from now on, unless another has claimed it before.
+            if (first := int(self.store.compare_set("first", "", str(self.rank)))) != self.rank:
+                failed = _soon(self._published) or (first, "it ended before it could say why")
+                self._give_way(*failed, own_headline=cause)
         except RuntimeError:
             if is_lost_peer:
                 self._end_without_store()
@@ -228,8 +216,12 @@ class _Guard(AbstractContextManager[None]):
                 sys.stderr.write(f"{title}\n{failure.text}\n")
             get_error_handler().record_exception(error)  # so that torchrun's summary names this rank
             with suppress(RuntimeError):
-                self.store.write("failure", json.dumps([failure.rank, cause]))
-                self._wait_until_heard()
+                self.store.set("failure", json.dumps([failure.rank, cause]))
+                if self.is_host:
+                    others = set(range(self.world_size)) - {self.rank}
+                    _soon(
+                        lambda: all(self.store.check([f"heard/{r}"]) or self.store.check([f"left/{r}"]) for r in others)
+                    )
             end_process(failure.status)
 
     def _lost_peer(self, failure: Failure, cause: str) -> Failure:
@@ -246,36 +238,15 @@ class _Guard(AbstractContextManager[None]):
         text = f"is gone without a word{others}: killed, or its node is lost (rank {self.rank} lost it: {cause})"
         return rank_failure(gone[0], failure.status, text, failure.text, Order.LOST_PEER, hosts[0])
 
-    def _first_to_fail(self, *, wait: bool) -> int:
-        """Return the rank that failed first: this rank if no other has claimed it; `wait` a while for such a claim."""
-        deadline = time.monotonic() + LINGER_S
-        while wait and self.store.read("first") is None and time.monotonic() < deadline:
-            time.sleep(LOOK_S / 10)
-        return int(self.store.claim("first", str(self.rank)))
-
-    def _message_of_the_first(self) -> tuple[int, str]:
-        deadline = time.monotonic() + LINGER_S
-        while time.monotonic() < deadline:
-            if failed := self._published():
-                return failed
-            time.sleep(LOOK_S / 10)
-        first = self.store.read("first")
-        return self.rank if first is None else int(first), "it ended before it could say why"
+    def _read(self, key: str) -> str | None:
+        return self.store.get(key).decode() if self.store.check([key]) else None
 
     def _published(self) -> tuple[int, str] | None:
-        message = self.store.read("failure")
+        message = self._read("failure")
         if message is None:
             return None
         rank, headline = json.loads(message)
         return rank, headline
-
-    def _wait_until_heard(self) -> None:
-        deadline = time.monotonic() + LINGER_S
-        while self.is_host and time.monotonic() < deadline:
-            others = set(range(self.world_size)) - {self.rank}
-            if all({self.store.read(f"{said}/{rank}") for said in ("heard", "left")} != {None} for rank in others):
-                return
-            time.sleep(LOOK_S / 10)
 
     def _give_way(self, first: int, headline: str, own_headline: str = "") -> NoReturn:
         same = headline == own_headline
@@ -294,8 +265,16 @@ class _Guard(AbstractContextManager[None]):
                 with suppress(OSError):  # a full disk
                     sys.stderr.write(message + "\n")
             with suppress(RuntimeError):
-                self.store.write(f"heard/{self.rank}", "")
+                self.store.set(f"heard/{self.rank}", "")
             end_process(1)
+
+
+def _soon(ask: Callable[[], T]) -> T:
+    """Return the first answer that is true, or after LINGER_S the last."""
+    deadline = time.monotonic() + LINGER_S
+    while not (answer := ask()) and time.monotonic() < deadline:
+        time.sleep(LOOK_S / 10)
+    return answer
 
 
 def _explained(error: BaseException) -> BaseException:
