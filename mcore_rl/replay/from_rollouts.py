@@ -58,18 +58,6 @@ class RouteBatch:
     """Mask of the tokens that have routes, bool."""
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedRoutes:
-    """Result of the check of some samples' routes; tensors are on the cache's device."""
-
-    problems: list[str]
-    """A sentence for each sample with routes that cannot be imposed."""
-    is_repeated_n: Tensor
-    """Mask of the tokens that differ from the previous token of their sample but have the same routes, bool."""
-    checksums_Nl: Tensor
-    """Checksum of each sample in this rank's layers, int64; samples are in ascending order."""
-
-
 def cache_rollout_routes(
     cache: RoutingCache,
     version: int,
@@ -87,11 +75,11 @@ def cache_rollout_routes(
     # The ranks of a tensor-parallel group have the same routes: each checks its share of the samples.
     samples = sorted(generated)
     share = {sample: generated[sample] for sample in samples[mesh.tp.rank :: mesh.tp.size]}
-    checked = _checked(cache, share)
-    refuse_anywhere(checked.problems, RoutingError)
-    repeated_fraction = _repeated_fraction(checked.is_repeated_n, share, mesh)
-    checksums_Nl = checked.checksums_Nl.new_zeros(len(samples), len(cache.layers))
-    checksums_Nl[mesh.tp.rank :: mesh.tp.size] = checked.checksums_Nl
+    problems, is_repeated_n, of_share_Nl = _checked(cache, share)
+    refuse_anywhere(problems, RoutingError)
+    repeated_fraction = _repeated_fraction(is_repeated_n, share, mesh)
+    checksums_Nl = of_share_Nl.new_zeros(len(samples), len(cache.layers))
+    checksums_Nl[mesh.tp.rank :: mesh.tp.size] = of_share_Nl
     dist.all_reduce(checksums_Nl, group=mesh.tp.group)
     checksums = dict(zip(samples, checksums_Nl.cpu(), strict=True))
     shared = _shared_rows(generated)
@@ -102,9 +90,11 @@ def cache_rollout_routes(
     return [repeated_fraction]
 
 
-def _checked(cache: RoutingCache, generated: Mapping[int, RolloutRoutes]) -> CheckedRoutes:
-    """Check the routes on the cache's device, with one wait. Checksums are of the engine's routes before any selection
-    of layers and positions, so that the tape detects mistakes in it.
+def _checked(cache: RoutingCache, generated: Mapping[int, RolloutRoutes]) -> tuple[list[str], Tensor, Tensor]:
+    """Check the routes on the cache's device, with one wait. Returns a sentence for each sample with routes that cannot
+    be imposed, the masks `_is_repeated` of all tokens, and the checksums of the samples in this rank's layers, int64,
+    in ascending order. They are of the engine's routes before any selection of layers and positions, so that the tape
+    detects mistakes in it.
     """
     formats = {sample: _problem_of_format(cache, routes) for sample, routes in generated.items()}
     problems = [
@@ -136,7 +126,7 @@ def _checked(cache: RoutingCache, generated: Mapping[int, RolloutRoutes]) -> Che
     for samples, sound in zip(batches, torch.cat(is_sound).tolist(), strict=True):
         for sample in () if sound else samples:
             problems += _problems_of_sample(cache, sample, generated[sample])
-    return CheckedRoutes(problems, torch.cat(is_repeated), torch.cat(checksums))
+    return problems, torch.cat(is_repeated), torch.cat(checksums)
 
 
 def _problem_of_format(cache: RoutingCache, routes: RolloutRoutes) -> str:
