@@ -8,21 +8,16 @@ from torch import Tensor, nn
 
 
 def routers(chunk: nn.Module) -> Iterator[tuple[int, TopKRouter]]:
-    """Yield every router of a chunk with the index of its layer in the whole model; MTP layers come last."""
+    """Yield every router of a chunk with the index of its layer in the whole model; MTP layers come last.
+
+    A layer of GPTModel is attention and its experts. HybridModel, with two layers for these, needs its own rule here
+    first.
+    """
     for module in chunk.modules():
         if isinstance(module, TopKRouter):
-            yield block_of(module), module
-
-
-def block_of(router: TopKRouter) -> int:
-    """Return the index of a router's block in the whole model: attention and its experts; MTP layers come last.
-
-    A layer of GPTModel is a block. HybridModel, with two layers for a block, needs its own rule here first.
-    """
-    # Megatron counts layers from 1; since 0.19 routers of MTP layers have is_mtp_layer and count from 1 again.
-    mtp_offset = router.config.num_layers if getattr(router, "is_mtp_layer", False) else 0
-    block: int = router.layer_number - 1 + mtp_offset
-    return block
+            # Megatron counts layers from 1; since 0.19 routers of MTP layers have is_mtp_layer and count from 1 again.
+            mtp_offset = module.config.num_layers if getattr(module, "is_mtp_layer", False) else 0
+            yield module.layer_number - 1 + mtp_offset, module
 
 
 def replayed_routers(chunk: nn.Module) -> list[tuple[int, TopKRouter]]:
