@@ -8,17 +8,20 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
 from mcore_rl.errors import CheckpointError
+from mcore_rl.megatron.mesh import seed_ranks
 from mcore_rl.model.build import settle_weights
 from mcore_rl.storage.checkpoint import CRITIC, OWN_ENTRY
 from mcore_rl.storage.checkpoints import write
 from mcore_rl.storage.checkpoints.read import StoredCheckpoint, read
 from mcore_rl.storage.megatron_lm import common_state
-from mcore_rl.train.optimizer import initialize_moments, saved_groups, settle_loaded_step
-from mcore_rl.train.state import Progress, TrainState, random_states, reseed, restore_random_states
+from mcore_rl.train.optimizer import initialize_moments, settle_loaded_step
+from mcore_rl.train.state import Progress, TrainState, random_states, restore_random_states
 
 RANDOM = "mcore_rl.random_states"
 COPIES = "fp32_from_fp16_params"
 """Key of the fp32 copies of a bf16 model's weights in the state of an optimizer that is not distributed."""
+SEED_DISTANCE = 1_000_003
+"""Distance between the seeds of two steps; larger than the seeds' range over ranks, so that no seeds coincide."""
 
 
 def full_state(state: TrainState) -> dict[str, Any]:
@@ -58,7 +61,12 @@ def _sharded(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
         dict(weights), is_loading=False, metadata=write.sharding_metadata(state.mesh)
     )
     for part in _parts(state, moments):
-        _inner(part)["param_groups"] = saved_groups(_inner(part)["param_groups"])
+        inner = _inner(part)
+        # Without the classes among a hybrid optimizer's settings.
+        inner["param_groups"] = [
+            {name: value for name, value in group.items() if not isinstance(value, type)}
+            for group in inner["param_groups"]
+        ]
         # Empty where a stage trains nothing, it would count as common to all ranks.
         if not part.get("param_state", True):
             del part["param_state"]
@@ -99,18 +107,14 @@ def load_full_state(state: TrainState, stored: StoredCheckpoint) -> list[str]:
         add_prefix_for_sharding(wanted["critic"], CRITIC)
     allowed = state.config.checkpoint.allow_changes
     loaded = read(wanted, stored, state.mesh, state.config.model, allowed=allowed)
-    write.put_weights(state.chunks, loaded)
-    _put_optimizer(state, loaded)
-    state.progress = Progress(**loaded[OWN_ENTRY]["progress"])
+    _put(state, loaded, loaded[OWN_ENTRY])
     if state.critic is not None:
-        write.put_weights(state.critic.chunks, loaded["critic"])
-        _put_optimizer(state.critic, loaded["critic"])
-        state.critic.progress = Progress(**loaded["critic"]["progress"])
+        _put(state.critic, loaded["critic"], loaded["critic"])
     saved_on = loaded[OWN_ENTRY]["device"]
     if is_same_mesh and saved_on == state.platform.device.type:
         restore_random_states(loaded["random_states"])
         return []
-    reseed(state.config.train.seed, state.progress.step)
+    seed_ranks(state.config.train.seed + SEED_DISTANCE * (state.progress.step + 1))
     sizes = ", ".join(f"{name} {size}" for name, size in stored.marker.mesh.items() if size > 1) or "1 rank"
     return [
         f"random states follow anew from train.seed={state.config.train.seed} and step {state.progress.step}: the "
@@ -118,14 +122,14 @@ def load_full_state(state: TrainState, stored: StoredCheckpoint) -> list[str]:
     ]
 
 
-def _put_optimizer(state: TrainState, loaded: dict[str, Any]) -> None:
-    inner = state.optimizer.chained_optimizers
+def _put(state: TrainState, loaded: dict[str, Any], own: dict[str, Any]) -> None:
+    write.put_weights(state.chunks, loaded)
     parts = _parts(state, loaded["optimizer"])
     # Megatron would take rates, betas and decay from the checkpoint's parameter groups, or fail if they do not match.
     groups = [group for part in parts for group in _inner(part)["param_groups"]]
     steps = [{"step": group["step"]} for group in groups if "step" in group]
     step = steps[0] if steps else {}  # none before the first step
-    for optimizer, part in zip(inner, parts, strict=True):
+    for optimizer, part in zip(state.optimizer.chained_optimizers, parts, strict=True):
         if state.config.optim.is_sharded:
             part["optimizer"]["param_groups"] = [
                 {name: value for name, value in group.items() if name != "params"} | step
@@ -138,6 +142,7 @@ def _put_optimizer(state: TrainState, loaded: dict[str, Any]) -> None:
     settle_loaded_step(state.optimizer)
     state.schedule.num_steps = 0  # Megatron adds the checkpoint's number to it
     state.schedule.load_state_dict(loaded["opt_param_scheduler"])
+    state.progress = Progress(**own["progress"])
 
 
 def _parts(state: TrainState, optimizer: dict[Any, Any]) -> list[dict[str, Any]]:

@@ -124,13 +124,6 @@ def _initialize_offloaded(optimizer: HybridDeviceOptimizer) -> None:
     optimizer._sync_sub_optimizers_state_to_hdo()
 
 
-def saved_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return an optimizer's parameter groups as stored in a checkpoint: without the classes among a hybrid optimizer's
-    settings.
-    """
-    return [{name: value for name, value in group.items() if not isinstance(value, type)} for group in groups]
-
-
 def settle_loaded_step(optimizer: MegatronOptimizer) -> None:
     """Move a hybrid optimizer's loaded step count to the groups of its device part: in its own groups it would
     overwrite the device part's count at every step, which would then never grow.

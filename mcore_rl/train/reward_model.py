@@ -280,13 +280,9 @@ class RewardModelTrainer(PreferenceTrainer):
         super()._evaluate(is_last=is_last)
 
 
-def score_layers(state: TrainState) -> list[ScoreLayer]:
-    """Return the model's scalar head in a list; empty if this rank has none."""
-    layers = [getattr(unwrap(chunk), "output_layer", None) for chunk in state.chunks]
-    return [layer for layer in layers if isinstance(layer, ScoreLayer)]
-
-
 def set_shift(state: TrainState, shift: float) -> None:
-    """Set the number to subtract from every score."""
-    for layer in score_layers(state):
-        layer.shift.fill_(shift)
+    """Set the number to subtract from every score, where this rank has the model's scalar head."""
+    for chunk in state.chunks:
+        layer = getattr(unwrap(chunk), "output_layer", None)
+        if isinstance(layer, ScoreLayer):
+            layer.shift.fill_(shift)

@@ -31,9 +31,11 @@ def set_up(config: RunConfig, platform: Platform) -> TrainState:
     """Collective over the world: build mesh, random model, optimizer and schedule, for a critic too, at step 0."""
     mesh = build_mesh(config.mesh, config.platform.timeout_s)
     if config.mesh.overlap_tp and platform.layers == "te":
-        allocate_user_buffers(
-            user_buffer_shape(config.train, config.packed_length, mesh.cp.size, config.model.hidden_size), mesh
-        )
+        # The buffers that overlap tensor-parallel communication with matrix products, before any layer that uses them
+        # is built. Megatron leaves this to its scripts, and TransformerEngine is not installed everywhere.
+        base = importlib.import_module("transformer_engine.pytorch.module.base")
+        shape = user_buffer_shape(config.train, config.packed_length, mesh.cp.size, config.model.hidden_size)
+        base.initialize_ub(shape=shape, tp_size=mesh.tp.size, use_fp8=False, ub_cfgs={}, bootstrap_backend="nccl")
     seed_ranks(config.train.seed)
     # Memory that is stored elsewhere leaves the device before the next model is built.
     state = _set_up_model(config, platform, mesh, config.train.steps, store=config.update_store, weights_stay=True)
@@ -45,15 +47,6 @@ def set_up(config: RunConfig, platform: Platform) -> TrainState:
             scored, platform, mesh, config.critic_steps, store=config.critic_store, weights_stay=False
         )
     return state
-
-
-def allocate_user_buffers(shape: list[int], mesh: Mesh) -> None:
-    """Collective over the world: allocate the buffers that overlap tensor-parallel communication with matrix products,
-    before any layer that uses them is built; `shape` is [tokens, hidden size] of a microbatch.
-    """
-    # Megatron leaves this to its scripts, and TransformerEngine is not installed everywhere.
-    base = importlib.import_module("transformer_engine.pytorch.module.base")
-    base.initialize_ub(shape=shape, tp_size=mesh.tp.size, use_fp8=False, ub_cfgs={}, bootstrap_backend="nccl")
 
 
 def user_buffer_shape(train: TrainConfig, length: int, cp: int, hidden_size: int) -> list[int]:

@@ -12,13 +12,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from mcore_rl.config.run import RunConfig
-from mcore_rl.megatron.mesh import Mesh, seed_ranks
+from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import Platform
 from mcore_rl.metrics.performance import Timers
 from mcore_rl.train.offload import Residence
-
-SEED_DISTANCE = 1_000_003
-"""Distance between the seeds of two steps; larger than the seeds' range over ranks, so that no seeds coincide."""
 
 
 def random_states() -> dict[str, Any]:
@@ -41,11 +38,6 @@ def restore_random_states(states: dict[str, Any]) -> None:
     random.setstate(states["python"])
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-
-
-def reseed(seed: int, step: int) -> None:
-    """Seed a mesh from the seed and the step only, if the checkpoint of `step` has no states for it."""
-    seed_ranks(seed + SEED_DISTANCE * (step + 1))
 
 
 @dataclass(kw_only=True, slots=True)

@@ -104,7 +104,7 @@ def compute_gradients(
 
 def optimizer_step(state: TrainState, gradients: Gradients) -> StepReport:
     """Collective over the mesh: update weights, optimizer, schedule and `progress.step` from the gradients."""
-    learning_rate = current_learning_rate(state)
+    learning_rate = float(state.optimizer.param_groups[0]["lr"])
     with state.timers.phase("optimizer"):
         updated, grad_norm, _ = state.optimizer.step()
     # A skipped step does not advance the schedule: the next step uses the same learning rate.
@@ -135,11 +135,6 @@ def evaluate(state: TrainState, microbatches: Sequence[Input], head: Head[Input]
     for chunk in state.chunks:
         chunk.train()
     return world_sums(outputs, state.mesh, state.platform.device)
-
-
-def current_learning_rate(state: TrainState) -> float:
-    """Return the learning rate of the next step."""
-    return float(state.optimizer.param_groups[0]["lr"])
 
 
 def world_sums(outputs: Sequence[dict[str, Tensor]], mesh: Mesh, device: torch.device) -> dict[str, float]:
