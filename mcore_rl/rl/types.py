@@ -174,10 +174,8 @@ def grown_routes(before_TLK: Tensor | None, now_TLK: Tensor, num_before: int) ->
     """
     num_given = 0 if before_TLK is None else len(before_TLK)
     left_out_TLK = torch.full((num_before - num_given, *now_TLK.shape[1:]), -1, dtype=torch.int16)
-    parts, new_TLK = (
-        [part for part in (before_TLK, left_out_TLK) if part is not None and len(part)],
-        now_TLK[num_before:],
-    )
+    parts = [part for part in (before_TLK, left_out_TLK) if part is not None and len(part)]
+    new_TLK = now_TLK[num_before:]
     if before_TLK is not None and not (new_TLK < 0).any():
         new_TLK = new_TLK.to(before_TLK.dtype)
     return torch.cat([*parts, new_TLK])
@@ -242,9 +240,8 @@ class SampleShape:
     def input_P(self) -> Tensor:
         """Index in the sample of the token that enters the model at each position, int64; the next one is its label."""
         is_input_T = torch.ones(self.num_tokens, dtype=torch.bool)
-        is_input_T[[self.num_prompt_tokens + start - 1 for start in (*self.segments, self.num_completion_tokens)]] = (
-            False
-        )
+        ends = (*self.segments, self.num_completion_tokens)
+        is_input_T[[self.num_prompt_tokens + end - 1 for end in ends]] = False
         return is_input_T.nonzero()[:, 0]
 
     @property

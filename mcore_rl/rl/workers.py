@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Literal, Self
 
 import psutil
@@ -65,7 +65,7 @@ class CaughtException:
         error = self.error
         assert error is not None
         frames = error.__traceback__
-        while frames is not None and _file(frames.tb_frame) == own_file:
+        while frames is not None and frames.tb_frame.f_code.co_filename == own_file:
             frames = frames.tb_next  # our own frames, above the user's function
         name = type(error).__name__
         text, shown = f"{name}, whose text cannot be made", ""
@@ -81,10 +81,6 @@ def cut(text: str, most: int) -> str:
         return text
     end = most // 4
     return f"{text[: most - end]} … ({len(text) - most} characters cut) … {text[-end:]}"
-
-
-def _file(frame: FrameType) -> str:
-    return frame.f_code.co_filename
 
 
 GRACE_S = 1.0
@@ -285,7 +281,11 @@ def _serve(pipe: Connection, work: Work, timeout_s: float, max_memory_gib: float
     # It warns that its own timeouts are off; ours are on.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     if max_memory_gib is not None:
-        _limit_memory(max_memory_gib)
+        # The address space of this process and its children: its current size, and so much more.
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        limit = psutil.Process().memory_info().vms + int(max_memory_gib * 2**30)
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     while True:
         try:
             jobs = pipe.recv()
@@ -298,11 +298,3 @@ def _serve(pipe: Connection, work: Work, timeout_s: float, max_memory_gib: float
             outcome = work(job)
             signal.setitimer(signal.ITIMER_REAL, 0)
             pipe.send(outcome)
-
-
-def _limit_memory(max_memory_gib: float) -> None:
-    """Limit the address space of this process and its children to its current size plus `max_memory_gib`."""
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = psutil.Process().memory_info().vms + int(max_memory_gib * 2**30)
-    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -16,31 +16,26 @@ def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the chat form of a body. Unknown fields stay, so that they are refused. Raises RefusedError for a part of
     a message that is neither text, thinking, nor a tool's call or result, and for a body of another form.
     """
+    known = (*SAME, "messages", "system", "tools", "tool_choice", "stop_sequences", "thinking")
     try:
-        return _chat_body(body)
+        found = {name: value for name, value in body.items() if name in SAME or name not in known}
+        if body.get("stop_sequences"):
+            found["stop"] = body["stop_sequences"]
+        for tool in body.get("tools") or ():
+            if "input_schema" not in tool:
+                raise RefusedError(
+                    f"tools: {tool!r:.60} is no tool with a name and an input_schema, which the agent runs"
+                )
+            function = {"name": tool["name"], "description": tool.get("description", "")}
+            function["parameters"] = tool["input_schema"]
+            found.setdefault("tools", []).append({"type": "function", "function": function})
+        if body.get("tool_choice"):
+            found["tool_choice"] = CHOICES.get(body["tool_choice"].get("type"), "required")
+        system = [{"role": "system", "content": _text(body["system"])}] if body.get("system") else []
+        found["messages"] = [*system, *(part for message in body.get("messages", ()) for part in _messages(message))]
     except (KeyError, TypeError, AttributeError) as error:
         raise RefusedError(f"the body is not of Anthropic's form: {type(error).__name__}: {error}") from None
-
-
-def _chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
-    known = (*SAME, "messages", "system", "tools", "tool_choice", "stop_sequences", "thinking")
-    found = {name: value for name, value in body.items() if name in SAME or name not in known}
-    if body.get("stop_sequences"):
-        found["stop"] = body["stop_sequences"]
-    if body.get("tools"):
-        found["tools"] = [_tool(tool) for tool in body["tools"]]
-    if body.get("tool_choice"):
-        found["tool_choice"] = CHOICES.get(body["tool_choice"].get("type"), "required")
-    system = [{"role": "system", "content": _text(body["system"])}] if body.get("system") else []
-    found["messages"] = [*system, *(part for message in body.get("messages", ()) for part in _messages(message))]
     return found
-
-
-def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    if "input_schema" not in tool:
-        raise RefusedError(f"tools: {tool!r:.60} is no tool with a name and an input_schema, which the agent runs")
-    function = {"name": tool["name"], "description": tool.get("description", ""), "parameters": tool["input_schema"]}
-    return {"type": "function", "function": function}
 
 
 def _text(content: Any) -> str:

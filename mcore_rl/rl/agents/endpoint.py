@@ -133,7 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
         raise RefusedError(f"a body {shown}; wanted: 1 to {MAX_BODY_BYTES} bytes")
 
     def _is_there(self) -> bool:
-        """Return whether the client still waits: a closed connection can be read, and has nothing."""
+        # A closed connection can be read, and has nothing.
         ready, _, _ = select.select([self.connection], [], [], 0)
         return not ready or bool(self.connection.recv(1, socket.MSG_PEEK))
 
