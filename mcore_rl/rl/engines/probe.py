@@ -200,7 +200,11 @@ class Probe:
         """
         self._chunks, self._mesh, self._model = list(chunks), mesh, model
         self._device = next(chunks[0].parameters()).device
-        self._rounded_to = _lower_precision(chunks, dtype)
+        # The lowest precision that the trainer or its servers use; None if both compute in fp32.
+        used = {parameter.dtype for chunk in chunks for parameter in chunk.parameters()}
+        if dtype != "auto":
+            used.add(DTYPES[dtype])
+        self._rounded_to = max(used - {torch.float32}, key=lambda each: torch.finfo(each).eps, default=None)
         blocks = BlockRounding(chunks, mesh, model) if in_fp8 else None
         self._weights: Callable[[], AbstractContextManager[None]] = blocks.weights if blocks else nullcontext
         self._inputs: Callable[[], AbstractContextManager[None]] = blocks.inputs if blocks else nullcontext
@@ -218,7 +222,10 @@ class Probe:
         """
         while True:
             logprobs_NT, experts_NTLK = self._pass(self.sequences)
-            self.num_unreached = self._unreached(experts_NTLK)
+            if self._model.is_moe:
+                counts_LE = tokens_of_experts(experts_NTLK.flatten(0, 1), self._model.moe.num_experts)
+                is_few_LE = counts_LE[torch.tensor(self._model.moe_layers)] < self._fewest_tokens
+                self.num_unreached = int(is_few_LE.sum())
             if not self.num_unreached or len(self.sequences) >= MOST:
                 break
             self.sequences = probe_sequences(min(MOST, 2 * len(self.sequences)), self._model.vocab_size)
@@ -284,12 +291,6 @@ class Probe:
         dist.all_reduce(experts_NTLK, op=dist.ReduceOp.MAX, group=mesh.world.group)
         return logprobs_NT.cpu(), experts_NTLK.cpu()
 
-    def _unreached(self, experts_NTLK: Tensor) -> int:
-        if not self._model.is_moe:
-            return 0
-        counts_LE = tokens_of_experts(experts_NTLK.flatten(0, 1), self._model.moe.num_experts)
-        return int((counts_LE[torch.tensor(self._model.moe_layers)] < self._fewest_tokens).sum())
-
     def _limits(self) -> PackingLimits:
         mesh = self._mesh
         zigzag = mesh.config.zigzag
@@ -316,15 +317,6 @@ class _FullLogits:
 
     def __call__(self, microbatch: PolicyMicrobatch, output: Logits) -> HeadOutput:
         return self._head(microbatch, output)
-
-
-def _lower_precision(chunks: Sequence[nn.Module], served_dtype: str) -> torch.dtype | None:
-    """Return the lowest precision that the trainer or its servers use; None if both compute in fp32."""
-    dtypes = {parameter.dtype for chunk in chunks for parameter in chunk.parameters()}
-    if served_dtype != "auto":
-        dtypes.add(DTYPES[served_dtype])
-    lower = dtypes - {torch.float32}
-    return max(lower, key=lambda dtype: torch.finfo(dtype).eps, default=None)
 
 
 @contextmanager

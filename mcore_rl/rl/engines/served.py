@@ -188,20 +188,19 @@ class ServedEngine:
         layers. Raises EngineError on all ranks if a request of any replica cannot be served.
         """
 
-        def ask() -> list[Group]:
+        def asked() -> list[Group] | None:
+            self._check(prompts, sampling, seeds_PG)
+            if not self.asks:
+                return None
             futures_PG = [
                 self._submit(prompt, sampling, seeds_G) for prompt, seeds_G in zip(prompts, seeds_PG, strict=True)
             ]
             return [_group(*pair) for pair in zip(prompts, futures_PG, strict=True)]
 
-        def checked() -> list[Group] | None:
-            self._check(prompts, sampling, seeds_PG)
-            return ask() if self.asks else None
-
         def of_stage(groups: list[Group] | None, stage: int) -> list[Group]:
             return [self.of_stage(group, stage) for group in groups or ()]
 
-        return from_first_of_model(on_every_rank(checked), self._mesh, of_stage) or []
+        return from_first_of_model(on_every_rank(asked), self._mesh, of_stage) or []
 
     def request_group(self, index: int, prompt: Prompt, sampling: Sampling, seeds_G: Sequence[int]) -> Group:
         """Return the group of prompt `index` with all layers' routes, on the rank that sends requests. Not collective;
@@ -583,17 +582,16 @@ class ServedEngine:
     def _push_to(self, urls: list[str]) -> WeightPush | AdapterPush:
         if self._push is None or self._push[0] != urls:
             apis = [self._api_at(url) for url in urls]
-            self._push = urls, self._new_push(apis)
-            self._push[1].make_room = self._make_room
+            of_policy = (apis, self._chunks, self._mesh, self._model, self._config, self._sampling)
+            if self._adapters is None:
+                push = WeightPush(*of_policy)
+            else:
+                if self._mesh.world.rank == 0 and self._served_adapters is None:
+                    self._served_adapters = ServedAdapters(transport_folder(self._config))
+                push = AdapterPush(*of_policy, lora=self._adapters, served=self._served_adapters)
+            push.make_room = self._make_room
+            self._push = urls, push
         return self._push[1]
-
-    def _new_push(self, apis: Sequence[ServerApi]) -> WeightPush | AdapterPush:
-        of_policy = (apis, self._chunks, self._mesh, self._model, self._config, self._sampling)
-        if self._adapters is None:
-            return WeightPush(*of_policy)
-        if self._mesh.world.rank == 0 and self._served_adapters is None:
-            self._served_adapters = ServedAdapters(transport_folder(self._config))
-        return AdapterPush(*of_policy, lora=self._adapters, served=self._served_adapters)
 
 
 def _group(prompt: Prompt, futures_G: "Sequence[Future[Completion]]") -> Group:

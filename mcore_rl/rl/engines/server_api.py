@@ -49,7 +49,10 @@ class HttpClient:
         self.url = url.rstrip("/")
         parts = urlsplit(self.url)
         self._host, self._port, self._prefix = parts.hostname or "", parts.port, parts.path
-        self._context = ssl.create_default_context(cafile=ca_file) if parts.scheme == "https" else None
+        self._connection: Callable[..., http.client.HTTPConnection] = http.client.HTTPConnection
+        if parts.scheme == "https":
+            context = ssl.create_default_context(cafile=ca_file)
+            self._connection = partial(http.client.HTTPSConnection, context=context)
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -85,7 +88,7 @@ class HttpClient:
     def _call(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> bytes:
         where, deadline = f"{self.url}{path}", time.monotonic() + timeout_s
         data = None if body is None else json.dumps(body).encode()
-        connection = self._connection(min(timeout_s, CONNECT_S))
+        connection = self._connection(self._host, self._port, timeout=min(timeout_s, CONNECT_S))
         # The response may keep using the socket after the connection has released it.
         connected: socket.socket | None = None
         try:
@@ -132,11 +135,6 @@ class HttpClient:
                 look.settimeout(LOOK_S)
                 if look.connect_ex(connected.getpeername()) == errno.ECONNREFUSED:
                     raise ConnectionRefusedError("the server no longer listens: it ended, or its engine died")
-
-    def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
-        if self._context is None:
-            return http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
-        return http.client.HTTPSConnection(self._host, self._port, timeout=timeout_s, context=self._context)
 
 
 NO_VERSION = -1
@@ -767,16 +765,13 @@ def _check_routes(url: str, picked_TLK: NDArray[np.integer], model: ModelConfig,
             f"{url}: routes name experts {picked_TLK.min()} to {picked_TLK.max()}, and a layer has "
             f"{model.moe.num_experts}"
         )
-    if zero := _zero_layers(picked_TLK, moe_layers):
+    # Few tokens with one expert each may all have expert 0.
+    may_be_zero = picked_TLK.shape[2] == 1 and picked_TLK.shape[0] < FEW_TOKENS
+    is_zero_L = (picked_TLK == 0).all(axis=(0, 2))
+    zero = [layer for layer, is_zero in zip(moe_layers, is_zero_L, strict=True) if is_zero]
+    if zero and not may_be_zero:
         raise ServerError(f"{url}: the routes of layers {zero} are all zero: they were not recorded")
     # Long rows for each of the K experts: sorting rows of K takes ten times as long.
     experts_KTL = np.ascontiguousarray(np.moveaxis(picked_TLK, 2, 0))
     if any((one_TL == other_TL).any() for one_TL, other_TL in combinations(experts_KTL, 2)):
         raise ServerError(f"{url}: the routes name an expert of a token twice")
-
-
-def _zero_layers(experts_TLK: NDArray[np.integer], layers: Sequence[int]) -> list[int]:
-    """Return the layers in which every expert is 0; none for few tokens with one expert each, where this can occur."""
-    few = experts_TLK.shape[2] == 1 and experts_TLK.shape[0] < FEW_TOKENS
-    is_zero_L = (experts_TLK == 0).all(axis=(0, 2))
-    return [] if few else [layer for layer, is_zero in zip(layers, is_zero_L, strict=True) if is_zero]

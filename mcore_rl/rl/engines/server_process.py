@@ -70,8 +70,7 @@ def served_length(longest_sample: int, model: ModelConfig, engine: ServedConfig)
 
 def served_dtype(precision: str, engine: ServedConfig) -> str:
     """Return the servers' name of the data type of their weights."""
-    dtype = engine.dtype
-    return DTYPES[precision if dtype == "auto" else dtype]
+    return DTYPES[precision if engine.dtype == "auto" else engine.dtype]
 
 
 def model_folder(model: ModelConfig, dtype: str, folder: Path, *, in_fp8: bool = False) -> Path:
@@ -85,8 +84,7 @@ def model_folder(model: ModelConfig, dtype: str, folder: Path, *, in_fp8: bool =
         blocks = {"quant_method": "fp8", "weight_block_size": [FP8_BLOCK] * 2, "activation_scheme": "dynamic"}
         kept = sorted(module for module, name in matrices.items() if not name.endswith(LINEAR))
         config["quantization_config"] = blocks | {"modules_to_not_convert": kept}
-    text = json.dumps(config, indent=1)
-    (path / "config.json").write_text(text, encoding="utf-8")
+    (path / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     return path
 
 
@@ -216,7 +214,15 @@ class ServerProcess:
         found = self._command(self._port)
         settings = dict(found.settings)
         if self._devices:
-            settings["CUDA_VISIBLE_DEVICES"] = _visible(self._devices)
+            # The servers' GPUs are counted from 0 among those that this process sees.
+            own = environment_variable("CUDA_VISIBLE_DEVICES")
+            seen = own.split(",") if own else [str(index) for index in range(max(self._devices) + 1)]
+            if max(self._devices) >= len(seen):
+                raise ConfigError(
+                    f"rl.engine.devices={list(self._devices)} with CUDA_VISIBLE_DEVICES={own}: GPUs are counted from 0 "
+                    f"among the {len(seen)} that the run sees. Name others, or let the run see more."
+                )
+            settings["CUDA_VISIBLE_DEVICES"] = ",".join(seen[index] for index in self._devices)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         supervisor = (sys.executable, "-m", SUPERVISOR, str(os.getpid()))
         # The supervisor imports this package with this process's path; the server's own folders come before it.
@@ -227,18 +233,6 @@ class ServerProcess:
         )
         self._started_s = time.monotonic()
         self.num_starts += 1
-
-
-def _visible(devices: Sequence[int]) -> str:
-    """Return CUDA_VISIBLE_DEVICES for GPUs counted from 0 among this process's. Raises ConfigError if it has fewer."""
-    own = environment_variable("CUDA_VISIBLE_DEVICES")
-    seen = own.split(",") if own else [str(index) for index in range(max(devices) + 1)]
-    if max(devices) >= len(seen):
-        raise ConfigError(
-            f"rl.engine.devices={list(devices)} with CUDA_VISIBLE_DEVICES={own}: GPUs are counted from 0 among the "
-            f"{len(seen)} that the run sees. Name others, or let the run see more."
-        )
-    return ",".join(seen[index] for index in devices)
 
 
 def servers_folder(run_dir: str) -> Path:
@@ -345,14 +339,23 @@ class ServerFleet:
         deadline = time.monotonic() + self.config.start_timeout_s
         while True:
             self.refuse_stop()
-            self._look_at_processes()
+            for process in self.processes:
+                if not process.is_alive and not self._is_open:
+                    raise EngineError(f"the server {process.log.stem} {process.ending()}")
+                if not process.is_alive and process.num_starts < MAX_STARTS:
+                    self._restart(process, "its process ended")
             urls = self.urls
             ready = [url for url in urls if self.api_at(url).is_healthy()]
             if len(ready) >= wanted:
                 break
             has_given_up = bool(self.processes) and not any(process.is_alive for process in self.processes)
             if has_given_up or time.monotonic() > deadline:
-                raise EngineError(self._too_few(ready, wanted, [url for url in urls if url not in ready]))
+                silent = ", ".join(url for url in urls if url not in ready)
+                logs = f"; see the logs in {self.folder}" if self.processes else ""
+                raise EngineError(
+                    f"{len(ready)} of {wanted} servers answer within rl.engine.start_timeout_s="
+                    f"{self.config.start_timeout_s:g}; silent: {silent}{logs}. Raise the limit where they start slowly."
+                )
             time.sleep(LOOK_S)
         entered = [url for url in ready if self._enter(url)]
         if len(entered) < wanted:
@@ -370,8 +373,8 @@ class ServerFleet:
                 request.parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(request, f"{reason}\n")
                 self.lines.append(f"{url} is left out: {reason}")
-                continue
-            self._restart(process, reason)
+            else:
+                self._restart(process, reason)
 
     def write_status(self, living: Sequence[str], version: int) -> None:
         """Write the status file: the servers that have the weights of `version`."""
@@ -397,15 +400,6 @@ class ServerFleet:
         for url in urls:
             self.api_at(url).cut()
         pool.shutdown()
-
-    def _look_at_processes(self) -> None:
-        for process in self.processes:
-            if process.is_alive:
-                continue
-            if not self._is_open:
-                raise EngineError(f"the server {process.log.stem} {process.ending()}")
-            if process.num_starts < MAX_STARTS:
-                self._restart(process, "its process ended")
 
     def _restart(self, process: ServerProcess, reason: str) -> None:
         old = process.url
@@ -436,11 +430,3 @@ class ServerFleet:
             self.lines.append(f"{url} is left out: {error}")
             return False
         return True
-
-    def _too_few(self, ready: Sequence[str], wanted: int, silent: Sequence[str]) -> str:
-        logs = f"; see the logs in {self.folder}" if self.processes else ""
-        return (
-            f"{len(ready)} of {wanted} servers answer within rl.engine.start_timeout_s="
-            f"{self.config.start_timeout_s:g}; silent: {', '.join(silent)}{logs}. Raise the limit where they start "
-            "slowly."
-        )

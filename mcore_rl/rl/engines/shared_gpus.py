@@ -220,13 +220,25 @@ class SharedServers:
     def _process(self, _: int) -> ServerProcess:
         first, on_gpu = self._platform.local_rank, self._platform.is_cuda
         name = f"server_{self._platform.rank // self.engine.tensor_parallel}"
+        shared: tuple[str, ...] = ()
+        if on_gpu:
+            # Arguments that let a server sleep, and give it the memory that the trainer leaves.
+            total = self._platform.device_bytes
+            assert total is not None
+            share = f"{(self.planned.generate + self._cache_bytes) / total:.3f}"
+            if self.engine.kind == "vllm":
+                cache_bytes = ("--kv-cache-memory-bytes", str(self._cache_bytes))
+                shared = ("--enable-sleep-mode", *cache_bytes, "--gpu-memory-utilization", share)
+            else:
+                keeps = ("--enable-weights-cpu-backup",) if self.planned.keeps_weights else ()
+                shared = ("--enable-memory-saver", *keeps, "--mem-fraction-static", share)
         command = partial(
             server_command,
             self._config,
             self.folder / name,
             host="127.0.0.1" if self._is_one_machine else EVERYWHERE,
             on_gpu=on_gpu,
-            shared=self._arguments() if on_gpu else (),
+            shared=shared,
         )
         return ServerProcess(
             command,
@@ -234,17 +246,6 @@ class SharedServers:
             devices=range(first, first + self.engine.tensor_parallel) if on_gpu else (),
             host="127.0.0.1" if self._is_one_machine else machine.node(),
         )
-
-    def _arguments(self) -> tuple[str, ...]:
-        """Return the arguments that let a server sleep, and give it the memory that the trainer leaves."""
-        total = self._platform.device_bytes
-        assert total is not None
-        share = f"{(self.planned.generate + self._cache_bytes) / total:.3f}"
-        if self.engine.kind == "vllm":
-            cache_bytes = ("--kv-cache-memory-bytes", str(self._cache_bytes))
-            return ("--enable-sleep-mode", *cache_bytes, "--gpu-memory-utilization", share)
-        keeps = ("--enable-weights-cpu-backup",) if self.planned.keeps_weights else ()
-        return ("--enable-memory-saver", *keeps, "--mem-fraction-static", share)
 
 
 def _free_bytes(device: torch.device) -> int | None:

@@ -354,7 +354,7 @@ class AdapterPush(WeightPush):
 
     def push(self, version: int) -> PushReport:
         """Collective over the world: send the adapters to all servers and probe them; the report lists failed ones."""
-        watch = Stopwatch()
+        watch, differences = Stopwatch(), dict[str, ProbeDifference]()
         ours = self._probe.reference(self._tolerance)
         with adapters_off(self._chunks):
             base_NT = self._probe.logprobs()
@@ -363,24 +363,9 @@ class AdapterPush(WeightPush):
         tensors = gathered(shards, self._mesh)
         self.make_room()
         watch.lap("gather")
-        sender, differences, fields = None, dict[str, ProbeDifference](), dict[str, Any]()
-        if self._served is not None:
-            sender = Sender(self._servers)
-            fields = self._sent(sender, self._served, version, tensors, ours, base_NT, differences, watch)
-        return self._report(sender, ours, differences, watch, version=version, **fields)
-
-    def _sent(
-        self,
-        sender: Sender,
-        served: ServedAdapters,
-        version: int,
-        tensors: dict[str, Tensor],
-        ours: ProbeReference,
-        base_NT: Tensor,
-        differences: dict[str, ProbeDifference],
-        watch: Stopwatch,
-    ) -> dict[str, Any]:
-        """Send the adapters to the servers and probe them, on rank 0. Returns fields of the report."""
+        if self._served is None:
+            return self._report(None, ours, differences, watch, version=version)
+        served, sender = self._served, Sender(self._servers)
         name = f"policy-{version:06d}-{secrets.token_hex(4)}"
         folder, num_bytes = served.path / name, 0
         is_seen = ours.limit.of(difference_of(ours.logprobs_NT, base_NT)) > SEEN * ours.limit.limit
@@ -405,13 +390,21 @@ class AdapterPush(WeightPush):
         sender.everywhere(
             "probe", lambda server: self._compare_adapted(server, name, ours, differences, is_seen=is_seen)
         )
-        sender.everywhere("unloading", lambda server: _unload(server, served.names.get(server.url)))
+
+        def unload(server: ServerApi) -> None:
+            # A server that was restarted at the same address no longer has it.
+            with suppress(ServerError):
+                if former := served.names.get(server.url):
+                    server.unload_adapter(former)
+
+        sender.everywhere("unloading", unload)
         # The adapters of a failed server are unknown: it is restarted, or keeps a name that no request uses.
         served.names = dict.fromkeys([server.url for server in sender.living], name)
         for former in served.path.iterdir():
             if former.name != name:
                 shutil.rmtree(former)
-        return {"num_bytes": num_bytes, "largest_bucket_bytes": num_bytes, "adapter": name}
+        sizes = {"num_bytes": num_bytes, "largest_bucket_bytes": num_bytes}
+        return self._report(sender, ours, differences, watch, version=version, adapter=name, **sizes)
 
     def _compare_adapted(
         self,
@@ -435,13 +428,6 @@ class AdapterPush(WeightPush):
                 f"{server.url} answers under the name {name} as its base, to the last digit, though the adapters "
                 "change these logprobs: they are bound to nothing there"
             )
-
-
-def _unload(server: ServerApi, former: str | None) -> None:
-    # A server that was restarted at the same address no longer has it.
-    with suppress(ServerError):
-        if former is not None:
-            server.unload_adapter(former)
 
 
 @dataclass(frozen=True, slots=True)
@@ -705,21 +691,19 @@ class BroadcastTransport:
     def _broadcast(self, bucket: Bucket) -> None:
         """Collective over the group: send the tensors as bytes, because not every backend supports every type."""
         if self._group is None:
-            self._group = self._join()
+            # A group of its own, separate from the training world.
+            store, limit = PrefixStore(self._key, self._store), self._limit
+            if self._backend == "nccl":
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = limit
+                torch.cuda.set_device(self._device)
+                self._group = dist.ProcessGroupNCCL(store, 0, self._size, options)
+            else:
+                self._group = dist.ProcessGroupGloo(store, 0, self._size, limit)
         for tensor in bucket.tensors.values():
             self._group.broadcast(tensor.view(-1).view(torch.uint8), 0).wait()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-    def _join(self) -> Any:
-        """Collective over the group: create it, separate from the training world."""
-        store = PrefixStore(self._key, self._store)
-        if self._backend == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = self._limit
-            torch.cuda.set_device(self._device)
-            return dist.ProcessGroupNCCL(store, 0, self._size, options)
-        return dist.ProcessGroupGloo(store, 0, self._size, self._limit)
 
 
 class SlotTransport:

@@ -74,8 +74,17 @@ class Decoder:
         Returns:
             Logits `[B, v]` of the drawing tokens on the last stage; None on all other stages, or without such tokens.
         """
-        with self._recording() as recorded:
-            hidden = None
+        recorded: list[Tensor] = []  # each router's choices `[t, K]`, in order of layers
+
+        def record(router: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+            gates_TE, routed_TE = output
+            chosen_TE = gates_TE.float().masked_fill(~routed_TE, -1.0)
+            recorded.append(chosen_TE.topk(router.topk).indices.to(self._routes.dtype))
+
+        hidden = None
+        with ExitStack() as hooks:
+            for router in self._routers:
+                hooks.callback(router.register_forward_hook(record).remove)
             for index in range(len(self._models)):
                 hidden = self._chunk(index, tokens)
         if recorded:
@@ -90,13 +99,16 @@ class Decoder:
 
     def _chunk(self, index: int, tokens: StepTokens) -> Tensor | None:
         """Return the chunk's output for the tokens; None if it was sent to the next stage."""
-        model, table = self._models[index], self._tables[index]
+        model, table, pp = self._models[index], self._tables[index], self._mesh.pp
         is_latent = self._config.multi_latent_attention
         hidden = None
         if model.pre_process:
             hidden = model.embedding(input_ids=tokens.ids_T[None], position_ids=tokens.positions_T[None])
         else:
-            model.decoder.set_input_tensor(self._received(len(tokens.ids_T)))
+            rows = len(tokens.ids_T) // self.token_multiple
+            received = torch.empty(rows, 1, self._config.hidden_size, dtype=self._dtype, device=self.device)
+            dist.recv(received, group=pp.group, group_src=(pp.rank - 1) % pp.size)
+            model.decoder.set_input_tensor(received)
         caches = self._caches[index]
         for cache in caches:
             cache.step = tokens
@@ -108,16 +120,8 @@ class Decoder:
             )
         if model.post_process:
             return self._whole(hidden)
-        pp = self._mesh.pp
         dist.send(hidden.contiguous(), group=pp.group, group_dst=(pp.rank + 1) % pp.size)
         return None
-
-    def _received(self, num_tokens: int) -> Tensor:
-        pp = self._mesh.pp
-        rows = num_tokens // self.token_multiple
-        hidden = torch.empty(rows, 1, self._config.hidden_size, dtype=self._dtype, device=self.device)
-        dist.recv(hidden, group=pp.group, group_src=(pp.rank - 1) % pp.size)
-        return hidden
 
     def _whole(self, rows: Tensor) -> Tensor:
         """Collective over tensor parallelism: gather the rows of all tokens, which sequence parallelism splits."""
@@ -137,24 +141,13 @@ class Decoder:
                 'platform.layers="torch", or use another engine.'
             )
         if self._config.multi_latent_attention:
-            groups, widths = (
-                attention.num_attention_heads_per_partition,
-                (attention.q_head_dim, self._config.v_head_dim),
-            )
+            groups = attention.num_attention_heads_per_partition
+            widths = (attention.q_head_dim, self._config.v_head_dim)
         else:
             groups = attention.num_query_groups_per_partition
             widths = (self._config.kv_channels, self._config.kv_channels)
         keys, values = (torch.zeros(*shape, groups, width, dtype=self._dtype, device=self.device) for width in widths)
         return core.new_cache(keys, values)
-
-    @contextmanager
-    def _recording(self) -> Iterator[list[Tensor]]:
-        """Context that records each router's choices `[t, K]`, in order of layers."""
-        recorded: list[Tensor] = []
-        with ExitStack() as hooks:
-            for router in self._routers:
-                hooks.enter_context(_hooked(router, _recorder(recorded, self._routes.dtype)))
-            yield recorded
 
 
 class _RotaryAt(nn.Module):
@@ -219,24 +212,6 @@ def copied_runs(copies: Iterable[Copy]) -> Iterator[tuple[int, slice, int]]:
         pending = copy.source, slice(copy.target, copy.target + 1), copy.length
     if pending is not None:
         yield pending
-
-
-def _recorder(recorded: list[Tensor], dtype: torch.dtype) -> Callable[..., None]:
-    def record(router: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
-        gates_TE, routed_TE = output
-        chosen_TE = gates_TE.float().masked_fill(~routed_TE, -1.0)
-        recorded.append(chosen_TE.topk(router.topk).indices.to(dtype))
-
-    return record
-
-
-@contextmanager
-def _hooked(module: nn.Module, hook: Callable[..., None]) -> Iterator[None]:
-    handle = module.register_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _rotary_table(model: MegatronModel, max_tokens: int) -> Any:
@@ -315,7 +290,11 @@ class StaticDecode:
 
         The result is valid until the next step, which must not begin before the result has been read.
         """
-        self._upload(tokens)
+        # The previous copy to the device has finished: its step's results have been read.
+        self._host_4B.zero_()
+        self._host_4B[1] = TRASH_SLOT
+        self._host_4B[:, : len(tokens)] = torch.from_numpy(np.asarray(tokens)).T
+        self._inputs_4B.copy_(self._host_4B, non_blocking=True)
         bucket = self.bucket(tokens)
         if bucket in self._graphs:
             graph, drawn_4B = self._graphs[bucket]
@@ -334,13 +313,6 @@ class StaticDecode:
             min(_power_of_two(len(tokens)), self._num_slots),
             min(_power_of_two(max(longest, LEAST_KEYS)), self._max_tokens),
         )
-
-    def _upload(self, tokens: NextTokens) -> None:
-        """Copy the tokens into the buffers. The previous copy has finished: its step's results have been read."""
-        self._host_4B.zero_()
-        self._host_4B[1] = TRASH_SLOT
-        self._host_4B[:, : len(tokens)] = torch.from_numpy(np.asarray(tokens)).T
-        self._inputs_4B.copy_(self._host_4B, non_blocking=True)
 
     def _run(self, bucket: Bucket) -> Tensor:
         ids_B, slots_B, positions_B, seeds_B = self._inputs_4B[:, : bucket.rows]

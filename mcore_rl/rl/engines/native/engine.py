@@ -228,29 +228,28 @@ class _Run:
         self._decoder.copy(step.branches)
         drawn = drawn_3B.tolist()
         finished = [slot for slot, *numbers in zip(step.drawing, *drawn, strict=True) if self._add(slot, numbers)]
+        is_looked_at = self._engine.listener is not None or self.chosen_keys is not None
         if finished:
             self._decoder.copy(self.scheduler.remove(finished))
-        elif step.num_decode and not step.spans and not step.copies:
+        elif step.num_decode and not step.spans and not step.copies and not is_looked_at:
             # Nothing was added and nothing ended: the next steps are the same, one position on, until something ends.
-            self._steady = self._new_steady()
-
-    def _new_steady(self) -> "_SteadySteps | None":
-        """Return the state of steps in which each slot only draws its next token; None if each is looked at."""
-        if self._engine.listener is not None or self.chosen_keys is not None:
-            return None
-        rows = [
-            NextToken(draft.tokens_T[-1], slot, draft.cached, draft.seed)
-            for slot, draft in enumerate(self.scheduler.active)
-        ]
-        num_left = self._sampling.max_new_tokens - max(len(draft.tokens_T) for draft in self.scheduler.active)
-        return _SteadySteps(rows, len(rows) + self._padding(len(rows)), num_left)
+            active = self.scheduler.active
+            rows = [NextToken(draft.tokens_T[-1], slot, draft.cached, draft.seed) for slot, draft in enumerate(active)]
+            num_left = self._sampling.max_new_tokens - max(len(draft.tokens_T) for draft in active)
+            self._steady = _SteadySteps(rows, len(rows) + self._padding(len(rows)), num_left)
 
     def _repeat(self, steady: "_SteadySteps") -> None:
         """Compute a step in which each slot draws its next token; when any ends, give all of them their tokens."""
         if self.static is not None:
             drawn_3B = self._read(self.static.step(steady.next_B4()))
         else:
-            drawn_3B = self._read(self.compute(*self._steady_tokens(steady)))
+            numbers = to_device(torch.from_numpy(steady.numbers), self._decoder.device)
+            ids_T, slots_T, positions_T, drawing_B, seeds_B = numbers.split(steady.sizes)
+            longest, count = steady.longest + 1, len(drawing_B)
+            tokens = StepTokens(
+                ids_T=ids_T, slots_T=slots_T, positions_T=positions_T, num_decode=count, longest=longest, spans=()
+            )
+            drawn_3B = self._read(self.compute(tokens, drawing_B, seeds_B))
         tokens_B = drawn_3B[0].astype(np.int64)
         is_stopped_B = (tokens_B == self._stop_tokens_S1).any(0)
         if self._sampling.stop_strings:
@@ -333,16 +332,6 @@ class _Run:
     def _padding(self, num_tokens: int) -> int:
         multiple = self._decoder.token_multiple
         return max(-num_tokens % multiple, multiple - num_tokens)
-
-    def _steady_tokens(self, steady: "_SteadySteps") -> tuple[StepTokens, Tensor, Tensor]:
-        """Return what `_tokens` does, of a step in which each slot draws its next token."""
-        numbers = to_device(torch.from_numpy(steady.numbers), self._decoder.device)
-        ids_T, slots_T, positions_T, drawing_B, seeds_B = numbers.split(steady.sizes)
-        longest, count = steady.longest + 1, len(drawing_B)
-        tokens = StepTokens(
-            ids_T=ids_T, slots_T=slots_T, positions_T=positions_T, num_decode=count, longest=longest, spans=()
-        )
-        return tokens, drawing_B, seeds_B
 
     def compute(self, tokens: StepTokens, drawing_B: Tensor, seeds_B: Tensor) -> Tensor:
         """Collective over the ranks of this replica, and of replicas that share its experts: compute a step and draw.

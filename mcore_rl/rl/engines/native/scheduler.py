@@ -141,8 +141,10 @@ class Scheduler:
             draft, half = self.active[-1], None
             slot, stop = len(self.active) - 1, min(draft.cached + budget, len(draft.prompt_T))
             is_whole = stop == len(draft.prompt_T)
-            followers = self._admit_followers(draft.group) if is_whole else ()
-            spans.append(PromptSpan(slot, draft.cached, stop, followers))
+            # The group's waiting completions draw from the same last token.
+            while is_whole and draft.group in self._waiting and len(self.active) < self._num_slots:
+                self.active.append(self._take(draft.group))
+            spans.append(PromptSpan(slot, draft.cached, stop, tuple(range(slot + 1, len(self.active)))))
             rows += [StepToken(draft.prompt_T[place], slot, place) for place in range(draft.cached, stop)]
             if is_whole:
                 drawing += spans[-1].drawing
@@ -184,13 +186,6 @@ class Scheduler:
                     copies.append(Copy(source, len(self.active), draft.cached))
                 self.active.append(draft)
         return copies
-
-    def _admit_followers(self, group: int) -> tuple[int, ...]:
-        """Assign slots to a group's waiting completions in the step that ends its prompt. Returns the slots."""
-        begin = len(self.active)
-        while group in self._waiting and len(self.active) < self._num_slots:
-            self.active.append(self._take(group))
-        return tuple(range(begin, len(self.active)))
 
     def _admit_leader(self) -> bool:
         """Assign a slot to the first completion of a group without a computed prompt, if an unreserved slot is free."""
