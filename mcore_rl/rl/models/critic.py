@@ -95,29 +95,25 @@ class Critic:
         """Load the critic's initial weights, or without `rl.advantage.critic.load` copy the layers of `policy` and
         start with a new head; return a line for the log.
         """
-        with self.state.residence.for_saving():
-            return self._begin(policy)
-
-    def _begin(self, policy: Sequence[nn.Module]) -> str:
-        checkpoint, model = self._checkpoint, self.state.config.model
-        if self._critic.load is None:
-            _copy_layers(policy, self.state.chunks)
-            without = ", without its adapters" if any(adapters_in(policy)) else ""
-            line = f"critic: layers of the policy{without}, and a new head: all values start at 0"
-        else:
-            path = Path(self._critic.load)
-            stored = load_weights(
-                self.state.chunks,
-                self.state.mesh,
-                model,
-                path,
-                verify_checksums=checkpoint.verify_checksums,
-                allowed=checkpoint.allow_changes,
-            )
-            head = "" if stored.has_scores else ", and a new head: all values start at 0"
-            line = f"critic: weights of {stored.path}{head}"
-        # The optimizer has its own copy of the weights.
-        self.state.optimizer.reload_model_params()
+        state, checkpoint = self.state, self._checkpoint
+        with state.residence.for_saving():
+            if self._critic.load is None:
+                _copy_layers(policy, state.chunks)
+                without = ", without its adapters" if any(adapters_in(policy)) else ""
+                line = f"critic: layers of the policy{without}, and a new head: all values start at 0"
+            else:
+                stored = load_weights(
+                    state.chunks,
+                    state.mesh,
+                    state.config.model,
+                    Path(self._critic.load),
+                    verify_checksums=checkpoint.verify_checksums,
+                    allowed=checkpoint.allow_changes,
+                )
+                head = "" if stored.has_scores else ", and a new head: all values start at 0"
+                line = f"critic: weights of {stored.path}{head}"
+            # The optimizer has its own copy of the weights.
+            state.optimizer.reload_model_params()
         return line
 
     def holds_policy(self) -> str | None:
@@ -158,7 +154,13 @@ class Critic:
         with self._policy.timers.phase("critic"):
             self._reports = self.update(minibatches, advantages.returns)
         updates_s = time.perf_counter() - start_s
-        metrics = [*critic_metrics(self._reports), *self._routes_metrics()]
+        metrics = list(critic_metrics(self._reports))
+        # The fraction of expert choices that live routing would have changed in these updates.
+        metrics += [
+            replace(metric, name="critic/routes_changed_fraction")
+            for metric in ([] if self._routes is None else self._routes.take_metrics())
+            if metric.name == "routes/changed_fraction"
+        ]
         if self._reports:
             flops_per_token = train_flops_by_length(self.state.config.model)
             flops = self._epochs * sum(
@@ -188,12 +190,6 @@ class Critic:
                 refuse_no_gradient(report, self.state.progress.step)
                 reports.append(report)
         return reports
-
-    def _routes_metrics(self) -> list[Metric]:
-        """Return the fraction of expert choices that live routing would have changed in updates since the last call."""
-        metrics = [] if self._routes is None else self._routes.take_metrics()
-        renamed = {"routes/changed_fraction": "critic/routes_changed_fraction"}
-        return [replace(metric, name=renamed[metric.name]) for metric in metrics if metric.name in renamed]
 
     def _proving(self, *, is_imposed: bool) -> AbstractContextManager[None]:
         """Context that proves that the pass inside imposes routes, or imposes none; a dense model needs no proof."""

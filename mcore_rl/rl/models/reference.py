@@ -83,13 +83,24 @@ class Reference:
         settle_weights(self.chunks)
         self._keep()
         # A run that is killed after this and resumes from an earlier step gets here again.
-        on_rank_zero(partial(_delete_from, self._folder, step))
+        on_rank_zero(lambda: delete([self._folder / _name(later) for later in _steps(self._folder) if later >= step]))
         save_weights(self.chunks, self._mesh, self._model, self._folder / _name(step), self._base)
         on_rank_zero(partial(forget_references, self._folder, self._checkpoints, step))
 
     def resume(self, step: int) -> Path:
         """Load the reference of a run at `step` and return its path; raises CheckpointError if it is gone."""
-        path = on_rank_zero(partial(_newest, self._folder, step, self._needed_by))
+
+        def newest() -> Path:
+            steps = [saved for saved in _steps(self._folder) if saved <= step]
+            if not steps:
+                raise CheckpointError(
+                    f"{self._folder} holds no reference policy of step {step} or before, which {self._needed_by} "
+                    "needs. Start the run anew in another run_dir, from the weights that were the reference "
+                    "(checkpoint.load)"
+                )
+            return self._folder / _name(steps[-1])
+
+        path = on_rank_zero(newest)
         with self.installed():
             load_weights(self.chunks, self._mesh, self._model, path, allowed=self._allowed)
         return path
@@ -194,24 +205,17 @@ class ReferencePass:
         """Adapt the KL coefficient to the rollout batch's KL, if `policy_has_learned` (no critic warms up), and make
         the policy the reference every `rl.loss.reference_refresh_rollouts` rollout batches.
         """
-        metrics = self._control(minibatches, policy_has_learned=policy_has_learned)
-        refresh_when_due(
-            self._reference, self._loss.reference_refresh_rollouts, self._state.progress.step, self._updates_per_rollout
-        )
-        return metrics
-
-    def _control(self, minibatches: Sequence[Minibatch], *, policy_has_learned: bool) -> list[Metric]:
-        loss = self._loss
-        if loss.kl_target is None:
-            return []
-        num_completions = sum(minibatch.num_samples for minibatch in minibatches)
-        kl_N = self.sums(len(minibatches[0].loss_weights_N), minibatches)
-        kl_nats = kl_N.sum().item() / max(num_completions, 1)
-        metrics = [Metric("kl/coeff", self.coeff), Metric("kl/completion", kl_nats)]
-        if num_completions and policy_has_learned:
-            self._state.progress.kl_coeff = next_kl_coeff(
-                self.coeff, kl_nats, target=loss.kl_target, horizon=loss.kl_horizon, num_completions=num_completions
-            )
+        loss, progress, metrics = self._loss, self._state.progress, list[Metric]()
+        if loss.kl_target is not None:
+            num_completions = sum(minibatch.num_samples for minibatch in minibatches)
+            kl_N = self.sums(len(minibatches[0].loss_weights_N), minibatches)
+            kl_nats = kl_N.sum().item() / max(num_completions, 1)
+            metrics += [Metric("kl/coeff", self.coeff), Metric("kl/completion", kl_nats)]
+            if num_completions and policy_has_learned:
+                progress.kl_coeff = next_kl_coeff(
+                    self.coeff, kl_nats, target=loss.kl_target, horizon=loss.kl_horizon, num_completions=num_completions
+                )
+        refresh_when_due(self._reference, loss.reference_refresh_rollouts, progress.step, self._updates_per_rollout)
         return metrics
 
     def of_tokens(self, microbatch: PolicyMicrobatch) -> Tensor:
@@ -252,20 +256,6 @@ def _name(step: int) -> str:
 def _steps(folder: Path) -> list[int]:
     with checkpoint_errors_explained(folder, "reading"):
         return sorted(int(entry.name[5:]) for entry in folder.glob("step_*") if entry.name[5:].isdecimal())
-
-
-def _newest(folder: Path, step: int, needed_by: str) -> Path:
-    steps = [saved for saved in _steps(folder) if saved <= step]
-    if not steps:
-        raise CheckpointError(
-            f"{folder} holds no reference policy of step {step} or before, which {needed_by} needs. Start the run "
-            "anew in another run_dir, from the weights that were the reference (checkpoint.load)"
-        )
-    return folder / _name(steps[-1])
-
-
-def _delete_from(folder: Path, step: int) -> None:
-    delete([folder / _name(later) for later in _steps(folder) if later >= step])
 
 
 def forget_references(folder: Path, checkpoints: Path, step: int) -> None:

@@ -19,7 +19,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl_run import RlConfig, RlRunConfig
 from mcore_rl.data.answer_ends import read_steps, step_ends, step_tokens
 from mcore_rl.data.chat import Chat, Conversation, answered, load_chat
-from mcore_rl.data.packing import LENGTH_MULTIPLE, PackingLimits, plan_minibatches
+from mcore_rl.data.packing import LENGTH_MULTIPLE, PackingLimits, padded, plan_minibatches
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.megatron.agree import on_every_rank, on_rank_zero
@@ -253,9 +253,8 @@ class RewardModel:
     def _limits(self, longest: int) -> PackingLimits:
         mesh = self._mesh
         zigzag = mesh.config.zigzag
-        length = max(self._packed_length, -(-longest // zigzag) * zigzag)
         return PackingLimits(
-            max_tokens=-(-length // self._multiple) * self._multiple,
+            max_tokens=padded(max(self._packed_length, padded(longest, zigzag)), self._multiple),
             multiple=self._multiple,
             sample_multiple=zigzag,
             microbatch_multiple=mesh.pp.size if mesh.config.vpp > 1 else 1,

@@ -104,12 +104,8 @@ class RewardWorkers(WorkerPool):
 
 
 def _apply(functions: Sequence[RewardFunction], job: Job) -> Outcome:
-    return _score(functions[job.function], job.scored)
-
-
-def _score(function: RewardFunction, scored: RewardInput) -> Outcome:
     with CaughtException() as guard:
-        return outcome_of(function(scored), len(scored.completion))
+        return outcome_of(functions[job.function](job.scored), len(job.scored.completion))
     return guard.failure(__file__)
 
 
@@ -119,7 +115,14 @@ def outcome_of(returned: Any, num_characters: int) -> Outcome:
     """
     reason = ""
     if isinstance(returned, Mapping):
-        returned, reason = _named(returned)
+        found = [key for key in SCORE_KEYS if key in returned]
+        if len(found) != 1:
+            keys = cut(", ".join(map(str, returned)) or "none", MAX_TEXT // 2)
+            raise TypeError(f"the function returned a dict with the keys {keys}; {SCORE_FORMS}")
+        others = {key: value for key, value in returned.items() if key != found[0]}
+        reasons = [str(others.pop("reason"))] if others.get("reason") else []
+        reason = "; ".join([*reasons, *(f"{key}: {value}" for key, value in others.items())])
+        returned = returned[found[0]]
     elif isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], str | None):
         returned, reason = returned[0], returned[1] or ""
     reason = cut(reason, MAX_TEXT)
@@ -132,17 +135,6 @@ def outcome_of(returned: Any, num_characters: int) -> Outcome:
         return Score(math.nan, None, reason, applies=False)
     value = float(returned)
     return Score(value, None, reason) if math.isfinite(value) else FailedScore("not_finite", str(value))
-
-
-def _named(returned: Mapping[Any, Any]) -> tuple[Any, str]:
-    """Return the score of a dict, with its other entries as the reason. Raises TypeError unless it has one score."""
-    found = [key for key in SCORE_KEYS if key in returned]
-    if len(found) != 1:
-        keys = cut(", ".join(map(str, returned)) or "none", MAX_TEXT // 2)
-        raise TypeError(f"the function returned a dict with the keys {keys}; {SCORE_FORMS}")
-    others = {key: value for key, value in returned.items() if key != found[0]}
-    reason = [str(others.pop("reason"))] if others.get("reason") else []
-    return returned[found[0]], "; ".join([*reason, *(f"{key}: {value}" for key, value in others.items())])
 
 
 def _steps(returned: Sequence[Any], num_characters: int) -> tuple[TextStep, ...] | FailedScore:

@@ -230,22 +230,16 @@ def _interpreter(python: str | None) -> tuple[str, tuple[str, ...]]:
     return executable, tuple(dict.fromkeys(prefixes))
 
 
-def _folders(prefixes: Sequence[str]) -> Iterator[tuple[Path, Path | None]]:
-    """Yield the folders that a program may read, each with its target if it is a symbolic link, else None."""
+def _bubblewrap(executable: str, prefixes: Sequence[str], limits: SandboxLimits) -> list[str]:
+    binds: list[str] = []  # the folders that a program may read
     for folder in map(Path, SYSTEM_FOLDERS):
         if folder.is_symlink():
-            yield folder, folder.readlink()
+            binds += ["--symlink", str(folder.readlink()), str(folder)]
         elif folder.is_dir():
-            yield folder, None
+            binds += ["--ro-bind", str(folder), str(folder)]
     for prefix in map(Path, prefixes):
         if not prefix.is_relative_to("/usr"):
-            yield prefix, None
-
-
-def _bubblewrap(executable: str, prefixes: Sequence[str], limits: SandboxLimits) -> list[str]:
-    binds: list[str] = []
-    for folder, target in _folders(prefixes):
-        binds += ["--ro-bind", str(folder), str(folder)] if target is None else ["--symlink", str(target), str(folder)]
+            binds += ["--ro-bind", str(prefix), str(prefix)]
     return [
         executable,
         *("--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"),

@@ -86,22 +86,22 @@ class FailureReport:
                 continue
             self._reported.add(failed.kind)
             if self._folder is not None:
-                self._append(failed, self._folder / FILE_NAME)
+                line = {
+                    "time": time.time(),
+                    "part": failed.part,
+                    "kind": failed.failure.kind,
+                    "error": failed.failure.text,
+                    "traceback": failed.failure.traceback,
+                    "problem": failed.problem_id,
+                    **failed.sample(),
+                }
+                path = self._folder / FILE_NAME
+                with (
+                    checkpoint_errors_explained(path, "writing"),
+                    path.open("a", encoding="utf-8", errors="replace") as file,
+                ):
+                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
             self._message(f"warning: reward {failed.describe()}\n  (later failures of this kind are only counted)")
-
-    def _append(self, failed: FailedPart, path: Path) -> None:
-        failure = failed.failure
-        line = {
-            "time": time.time(),
-            "part": failed.part,
-            "kind": failure.kind,
-            "error": failure.text,
-            "traceback": failure.traceback,
-            "problem": failed.problem_id,
-            **failed.sample(),
-        }
-        with checkpoint_errors_explained(path, "writing"), path.open("a", encoding="utf-8", errors="replace") as file:
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
 def refuse_failing_parts(
@@ -249,7 +249,9 @@ class Reward:
             if name in self._functions:
                 return next(of_functions)
             if name == ENVIRONMENT_PART:
-                return _environment_outcome(pairs[index][1])
+                episode = pairs[index][1].episode
+                assert episode is not None, "a part of the reward is the environment's, and there was none"
+                return interface.Score(episode.reward) if episode.failure is None else episode.failure
             return of_others[name][index]
 
         outcomes = [
@@ -340,12 +342,6 @@ def _with_an_applying_part(outcomes: Sequence[interface.Outcome], weights: Seque
     return found
 
 
-def _environment_outcome(completion: Completion) -> interface.Outcome:
-    episode = completion.episode
-    assert episode is not None, "a part of the reward is the environment's, and there was none"
-    return interface.Score(episode.reward) if episode.failure is None else episode.failure
-
-
 def part_function(name: str, config: RewardConfig) -> interface.RewardFunction:
     """Return the reward function of a part, with its settings from the config; a user-defined function is imported."""
     if name in RULES:
@@ -392,7 +388,16 @@ def trial_groups(prompts: Sequence[Prompt], encode: Callable[[str], list[int]], 
         other = prompts[(index + 1) % len(prompts)]
         answers = [source.problem.answer or NO_ANSWER for source in (prompt, other)]
         texts = [template.replace(ANSWER, answer) for answer in answers]
-        completions = tuple(_trial_completion(text, tuple(encode(text))) for text in texts)
+        completions = tuple(
+            Completion(
+                text=text,
+                tokens_T=tuple(tokens),
+                logprobs_T=(0.0,) * len(tokens),
+                versions=single_version(0, len(tokens)),
+                finish="stop",
+            )
+            for text, tokens in zip(texts, map(encode, texts), strict=True)
+        )
         groups.append(Group(prompt=prompt, completions=completions))
     return groups
 
@@ -428,16 +433,6 @@ def refuse_failing_trial(scores: Scores, config: RewardConfig) -> None:
             )
     if config.max_failed_fraction < 1 and max(num_failed.values(), default=0) == num_scores:
         raise failing_part(num_failed, num_scores, scores.failures, "of a trial on reference answers, before the start")
-
-
-def _trial_completion(text: str, tokens_T: tuple[int, ...]) -> Completion:
-    return Completion(
-        text=text,
-        tokens_T=tokens_T,
-        logprobs_T=(0.0,) * len(tokens_T),
-        versions=single_version(0, len(tokens_T)),
-        finish="stop",
-    )
 
 
 def overlong_penalty(lengths_N: Tensor, *, max_tokens: int, buffer_tokens: int, penalty: float) -> Tensor:

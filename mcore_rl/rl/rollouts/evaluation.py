@@ -160,11 +160,7 @@ def table_lines(samples: Sequence[Mapping[str, Any]], count: int) -> Iterator[st
     # Both ends are included: the first index is 0, the last index len - 1.
     indices = [round(row * (len(ordered) - 1) / max(1, count - 1)) for row in range(count)]
     for sample in (ordered[index] for index in indices):
-        prompt, completion, answer = (_shortened(sample[name]) for name in ("prompt", "completion", "answer"))
+        texts = [escaped(" ".join(sample[name].split())) for name in ("prompt", "completion", "answer")]
+        prompt, completion, answer = (text if len(text) <= WIDTH else text[: WIDTH - 3] + "..." for text in texts)
         reward = "  none" if sample["reward"] is None else f"{sample['reward']:6.3f}"
         yield f"reward {reward} | prompt {prompt} | completion {completion} | answer {answer}"
-
-
-def _shortened(text: str) -> str:
-    flat = escaped(" ".join(text.split()))
-    return flat if len(flat) <= WIDTH else flat[: WIDTH - 3] + "..."

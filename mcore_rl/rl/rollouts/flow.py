@@ -47,12 +47,8 @@ class GroupFlow:
         `prompts_per_step` counts all replicas; `rollouts` are those left; `cursor` is the index of the next prompt.
         """
         self._request, self._prompts, self._mesh, self._asks = request, prompts, mesh, asks
-        self._batch, self._max_staleness, self._rollouts, self._cursor = (
-            prompts_per_step,
-            max_staleness,
-            rollouts,
-            cursor,
-        )
+        self._batch, self._max_staleness = prompts_per_step, max_staleness
+        self._rollouts, self._cursor = rollouts, cursor
         self._admitted = cursor
         """Index after the last prompt that may start."""
         self._started = cursor

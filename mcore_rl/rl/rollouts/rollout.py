@@ -105,7 +105,11 @@ class Rollouts:
                 generated, scored, measured = self._take_from(self.flow, cursor)
             groups |= generated
             summaries += scored
-            metrics += _of_refill(measured) if num_refills else measured
+            # For the mean over replicas, a refill's seconds add to the first prompts' seconds.
+            metrics += [
+                replace(metric, count=0.0) if num_refills and metric.name.startswith("time/") else metric
+                for metric in measured
+            ]
             chosen = summaries
             scores_PG = rewards_of(summaries)
             if rollout.dynamic_sampling:
@@ -283,7 +287,7 @@ class Rollouts:
             (summary for replica in gathered for summary in replica.summaries), key=lambda summary: summary.index
         )
         self._report_failures(gathered, sum(len(summary.rewards_G) for summary in all_summaries))
-        return (by_index, all_summaries, [Metric(*numbers) for replica in gathered for numbers in replica.metrics])
+        return by_index, all_summaries, [Metric(*numbers) for replica in gathered for numbers in replica.metrics]
 
     def _report_failures(self, gathered: "Sequence[_ReplicaScores]", num_completions: int) -> None:
         """Report failures on rank 0. Raises TrainingError on all ranks if too many scores of a part have failed."""
@@ -403,11 +407,6 @@ def _refill_size(num_groups: int, num_chosen: int, num_taken: int) -> int:
     if not num_chosen:
         return num_groups
     return min(num_groups, math.ceil((num_groups - num_chosen) * num_taken / num_chosen))
-
-
-def _of_refill(metrics: Sequence[Metric]) -> list[Metric]:
-    """Return the metrics of a refill for the mean over replicas; its seconds add to the first prompts' seconds."""
-    return [replace(metric, count=0.0) if metric.name.startswith("time/") else metric for metric in metrics]
 
 
 def _accuracy_PG(summaries: Sequence[GroupSummary]) -> Tensor:
