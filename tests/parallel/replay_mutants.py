@@ -458,8 +458,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "R3's pass for old logprobs is live",
         POLICY,
-        'return self._taped(microbatches, RoutingTape.impose, self._from_rollout, "rollout_routes")',
-        "return nullcontext(free_routing)",
+        'taped = self._taped(microbatches, RoutingTape.impose, self._from_rollout, "rollout_routes")',
+        "taped = nullcontext(free_routing)",
         scenario="rl_r3",
     ),
     Mutant(

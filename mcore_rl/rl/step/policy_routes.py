@@ -204,18 +204,17 @@ class PolicyRoutes:
     @contextmanager
     def old_policy(self, microbatches: Sequence[PolicyMicrobatch]) -> Iterator[Routing]:
         """Context for a pass for old logprobs. Yields its routing."""
+        if self._replay.kind == "r3":
+            taped = self._taped(microbatches, RoutingTape.impose, self._from_rollout, "rollout_routes")
+        else:
+            name = None if self._from_rollout is None else "rollout_routes"
+            taped = self._taped(microbatches, RoutingTape.record, self._recorded, name, against=self._from_rollout)
         with ExitStack() as stack:
-            routing = stack.enter_context(self._old_policy(microbatches))
+            routing = stack.enter_context(taped)
             if self._shift is not None:
                 layouts = [layout_of(microbatch) for microbatch in microbatches]
                 routing = stack.enter_context(self._shift.recording(layouts, routing))
             yield routing
-
-    def _old_policy(self, microbatches: Sequence[PolicyMicrobatch]) -> AbstractContextManager[Routing]:
-        if self._replay.kind == "r3":
-            return self._taped(microbatches, RoutingTape.impose, self._from_rollout, "rollout_routes")
-        name = None if self._from_rollout is None else "rollout_routes"
-        return self._taped(microbatches, RoutingTape.record, self._recorded, name, against=self._from_rollout)
 
     @contextmanager
     def update(

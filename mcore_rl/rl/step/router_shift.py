@@ -102,7 +102,11 @@ class RouterShift:
             if calls and samples:
                 key = (samples, self._chunks.index(chunk))
                 assert key not in self._blocks, f"the scores of samples {samples} are recorded already"
-                self._blocks[key] = self._storage.add(_encoded(calls))
+                # As bytes: the experts of all layers of the chunk, then their scores.
+                experts, scores = zip(*calls, strict=True)
+                parts = [torch.cat(experts, 1).to(torch.int16), torch.cat(scores, 1)]
+                bytes_tw = torch.cat([part.contiguous().view(torch.uint8) for part in parts], 1)
+                self._blocks[key] = self._storage.add(bytes_tw)
 
         with self._watching(on_call):
             yield recorded
@@ -203,10 +207,3 @@ class RouterShift:
 
 def _samples(layout: MicrobatchLayout) -> Samples:
     return tuple(layout.num_tokens)
-
-
-def _encoded(calls: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return the experts, then the scores, of all layers of a chunk as bytes, uint8 `[t, w]`."""
-    experts, scores = zip(*calls, strict=True)
-    parts = [torch.cat(experts, 1).to(torch.int16), torch.cat(scores, 1)]
-    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], 1)

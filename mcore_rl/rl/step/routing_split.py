@@ -120,7 +120,11 @@ class RoutingSplits:
         is_recorded = self._routes.has_old_routes and not minibatch.is_on_policy
         if not self._is_due or not is_recorded or not minibatch.totals.num_tokens:
             return []
-        old = [_given(each.old_logprobs_T, each.rollout_logprobs_T) for each in minibatch.microbatches]
+        # Stages before the last have no old logprobs, and do not use these numbers.
+        old = [
+            each.rollout_logprobs_T if each.old_logprobs_T is None else each.old_logprobs_T
+            for each in minibatch.microbatches
+        ]
         with self._state.timers.phase("split"):
             return policy_split_metrics(self._split(minibatch, old, of_rollout=False))
 
@@ -183,11 +187,6 @@ def layer_groups(layers: Sequence[int], most: int) -> list[tuple[int, ...]]:
     count = min(most, len(layers))
     edges = [index * len(layers) // count for index in range(count + 1)]
     return [tuple(layers[edges[index] : edges[index + 1]]) for index in range(count)]
-
-
-def _given(logprobs_T: Tensor | None, otherwise_T: Tensor) -> Tensor:
-    """Return `logprobs_T`, or on stages before the last, which have none, unused numbers."""
-    return otherwise_T if logprobs_T is None else logprobs_T
 
 
 @torch.no_grad()
