@@ -83,7 +83,9 @@ def draw(
         if not cut.is_open:
             lowest_B = _lowest_kept(tempered_Bv, cut, tp)
             drawable_Bv = weights_Bv.masked_fill(tempered_Bv < lowest_B[:, None], 0.0)
-            kept_logprobs_B = _kept_logprobs(drawable_Bv, weights_Bv, tp)
+            both_2B = torch.stack([each_Bv.sum(1, dtype=torch.float64) for each_Bv in (drawable_Bv, weights_Bv)])
+            kept_2B = _reduced(both_2B, dist.ReduceOp.SUM, tp).log()
+            kept_logprobs_B = kept_2B[0] - kept_2B[1]
         tokens_B = _inverse_cdf(drawable_Bv, uniforms_B, tp).clamp_(max=vocab_size - 1)
     if as_in_training and cut.temperature:
         logprobs_B = logprobs_and_entropy(
@@ -132,15 +134,6 @@ def _lowest_kept(scores_Bv: Tensor, cut: Cut, tp: Axis) -> Tensor:
         is_in_BV = pad(mass_BV, (1, -1)) < cut.top_p * mass_BV[:, -1:]
         lowest_B = torch.maximum(lowest_B, sorted_BV.masked_fill(~is_in_BV, torch.inf).amin(1))
     return lowest_B
-
-
-def _kept_logprobs(drawable_Bv: Tensor, weights_Bv: Tensor, tp: Axis) -> Tensor:
-    """Return the log of the probability mass that top-k, top-p and min-p keep, float64. `drawable_Bv` equals
-    `weights_Bv` for the tokens that may be drawn, and is 0 elsewhere.
-    """
-    both_2B = torch.stack([each_Bv.sum(1, dtype=torch.float64) for each_Bv in (drawable_Bv, weights_Bv)])
-    both_2B = _reduced(both_2B, dist.ReduceOp.SUM, tp).log()
-    return both_2B[0] - both_2B[1]
 
 
 def _inverse_cdf(weights_Bv: Tensor, uniforms_B: Tensor, tp: Axis) -> Tensor:

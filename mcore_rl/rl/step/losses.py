@@ -237,60 +237,6 @@ def clipped(log_ratio_T: Tensor, advantages_T: Tensor, clip: Clip, *, dual_clip:
     return TokenLoss(-objective_T, low_T, high_T)
 
 
-def weighted_logprob(log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, clip: Clip) -> TokenLoss:
-    """Return -sg[clip(r)] A log p: a clipped token has a bounded weight but keeps its gradient."""
-    ratio_T = bounded_exp(log_ratio_T.detach())
-    finite_T = logprobs_T.masked_fill(logprobs_T == -torch.inf, 0.0)
-    loss_T = -ratio_T.clamp(1 - clip.low, 1 + clip.high) * advantages_T * finite_T
-    # A token with zero advantage has no gradient for the clip to change.
-    has_signal_T = advantages_T != 0
-    return TokenLoss(loss_T, (ratio_T < 1 - clip.low) & has_signal_T, (ratio_T > 1 + clip.high) & has_signal_T)
-
-
-def masked_by_probability(
-    logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, clip: Clip, *, ratio_limit: float
-) -> TokenLoss:
-    """Return -min(r, limit) A with the gradient of -sg[min(r, limit)] A log p, and no gradient where the probability
-    moved by more than a bound to the side of the advantage (DPPO with binary total variation, arXiv 2602.04879).
-    """
-    log_ratio_T = log_difference(logprobs_T, old_logprobs_T)
-    weight_T = bounded_exp(log_ratio_T.detach()).clamp(max=ratio_limit)
-    change_T = logprobs_T.detach().exp() - old_logprobs_T.exp()
-    low_T, high_T = (change_T < -clip.low) & (advantages_T < 0), (change_T > clip.high) & (advantages_T > 0)
-    moving_T = log_ratio_T - log_ratio_T.detach()  # zero in value, log p in the gradient
-    return TokenLoss(-weight_T * advantages_T * (1 + moving_T.masked_fill(low_T | high_T, 0.0)), low_T, high_T)
-
-
-def softly_gated(log_ratio_T: Tensor, advantages_T: Tensor, *, tau_positive: float, tau_negative: float) -> TokenLoss:
-    """Return -(4 / tau) sigmoid(tau (r - 1)) A, whose gradient at r = 1 is GRPO's, for any tau (SAPO, arXiv
-    2511.20347); nothing is clipped.
-    """
-    tau_T = torch.full_like(advantages_T, tau_negative).masked_fill(advantages_T > 0, tau_positive)
-    gate_T = 4 / tau_T * torch.sigmoid(tau_T * (bounded_exp(log_ratio_T) - 1))
-    never_T = torch.zeros_like(advantages_T, dtype=torch.bool)
-    return TokenLoss(-gate_T * advantages_T, never_T, never_T)
-
-
-def squared_error(log_ratio_of_sequence_T: Tensor, advantages_T: Tensor, *, tau: float) -> TokenLoss:
-    """Return (A - tau R)^2 with the log-ratio R of the whole sequence; nothing is clipped."""
-    never_T = torch.zeros_like(advantages_T, dtype=torch.bool)
-    return TokenLoss((advantages_T - tau * log_ratio_of_sequence_T).square(), never_T, never_T)
-
-
-def clipped_geometric_mean(
-    log_ratio_T: Tensor, sequence_T: Tensor, lengths_N: Tensor, advantages_T: Tensor, clip: Clip, cp: Axis
-) -> TokenLoss:
-    """Collective over `cp`: return -A times the geometric mean of a sequence's ratios, each clipped on the side to
-    which the advantage pushes it (GMPO, arXiv 2507.20673).
-    """
-    log_low, log_high = math.log1p(-clip.low), math.log1p(clip.high)
-    low_T = (log_ratio_T < log_low) & (advantages_T < 0)
-    high_T = (log_ratio_T > log_high) & (advantages_T > 0)
-    clipped_T = log_ratio_T.masked_fill(low_T, log_low).masked_fill(high_T, log_high)
-    mean_T = bounded_exp(anchored_means(clipped_T, sequence_T, lengths_N, cp))
-    return TokenLoss(-mean_T * advantages_T, low_T, high_T)
-
-
 def log_ratio_in_use(tokens: PolicyTokens, shift_floor: float | None) -> Tensor:
     """Return log r, or log(r sg[max(gamma, floor)]) with the router-shift ratio gamma; 0 at untrained positions."""
     if shift_floor is None or tokens.router_shift_T is None:
@@ -318,33 +264,62 @@ def gspo_token(
 
 
 def rspo(tokens: PolicyTokens, cp: Axis, *, clip: Clip, shift_floor: float | None) -> TokenLoss:
-    """RSPO: GMPO with ratios multiplied by the router-shift ratio before the clip."""
-    log_ratio_T = log_ratio_in_use(tokens, shift_floor)
-    return clipped_geometric_mean(log_ratio_T, tokens.sequence_T, tokens.lengths_N, tokens.advantages_T, clip, cp)
+    """RSPO: -A times the geometric mean of a sequence's ratios, multiplied by the router-shift ratio, each clipped on
+    the side to which the advantage pushes it. Without the router shift this is GMPO (arXiv 2507.20673).
+    """
+    log_ratio_T, advantages_T = log_ratio_in_use(tokens, shift_floor), tokens.advantages_T
+    log_low, log_high = math.log1p(-clip.low), math.log1p(clip.high)
+    low_T = (log_ratio_T < log_low) & (advantages_T < 0)
+    high_T = (log_ratio_T > log_high) & (advantages_T > 0)
+    clipped_T = log_ratio_T.masked_fill(low_T, log_low).masked_fill(high_T, log_high)
+    mean_T = bounded_exp(anchored_means(clipped_T, tokens.sequence_T, tokens.lengths_N, cp))
+    return TokenLoss(-mean_T * advantages_T, low_T, high_T)
 
 
 def kimi_k2(tokens: PolicyTokens, cp: Axis, *, tau: float) -> TokenLoss:
-    """Kimi K2: mean over sequences of (A - tau R)^2, to which each token contributes 1 / length."""
+    """Kimi K2: mean over sequences of (A - tau R)^2 with the log-ratio R of the whole sequence, to which each token
+    contributes 1 / length; nothing is clipped.
+    """
     means_T = anchored_means(tokens.log_ratio_T, tokens.sequence_T, tokens.lengths_N, cp)
     # R, a sum, is the mean times the length; the aggregation divides the gradient by the length again.
     log_ratio_of_sequence_T = means_T * tokens.lengths_N[tokens.sequence_T]
-    return squared_error(log_ratio_of_sequence_T, tokens.advantages_T, tau=tau)
+    never_T = torch.zeros_like(tokens.mask_T)
+    return TokenLoss((tokens.advantages_T - tau * log_ratio_of_sequence_T).square(), never_T, never_T)
 
 
 def cispo(tokens: PolicyTokens, cp: Axis, *, clip: Clip) -> TokenLoss:
-    """CISPO: logprobs weighted by clipped token ratios."""
-    return weighted_logprob(tokens.log_ratio_T, tokens.logprobs_T, tokens.advantages_T, clip)
+    """CISPO: -sg[clip(r)] A log p: a clipped token has a bounded weight but keeps its gradient."""
+    ratio_T, logprobs_T = bounded_exp(tokens.log_ratio_T.detach()), tokens.logprobs_T
+    finite_T = logprobs_T.masked_fill(logprobs_T == -torch.inf, 0.0)
+    loss_T = -ratio_T.clamp(1 - clip.low, 1 + clip.high) * tokens.advantages_T * finite_T
+    # A token with zero advantage has no gradient for the clip to change.
+    has_signal_T = tokens.advantages_T != 0
+    return TokenLoss(loss_T, (ratio_T < 1 - clip.low) & has_signal_T, (ratio_T > 1 + clip.high) & has_signal_T)
 
 
 def dppo_tv(tokens: PolicyTokens, cp: Axis, *, clip: Clip, ratio_limit: float) -> TokenLoss:
-    """DPPO-TV: unclipped ratios of tokens whose probability has moved little."""
-    old_T = tokens.old_logprobs_T.where(tokens.mask_T, tokens.logprobs_T.detach())
-    return masked_by_probability(tokens.logprobs_T, old_T, tokens.advantages_T, clip, ratio_limit=ratio_limit)
+    """DPPO-TV: -min(r, limit) A with the gradient of -sg[min(r, limit)] A log p, and none where the probability moved
+    by more than a bound to the side of the advantage (binary total variation, arXiv 2602.04879).
+    """
+    logprobs_T, advantages_T = tokens.logprobs_T, tokens.advantages_T
+    old_T = tokens.old_logprobs_T.where(tokens.mask_T, logprobs_T.detach())
+    log_ratio_T = log_difference(logprobs_T, old_T)
+    weight_T = bounded_exp(log_ratio_T.detach()).clamp(max=ratio_limit)
+    change_T = logprobs_T.detach().exp() - old_T.exp()
+    low_T, high_T = (change_T < -clip.low) & (advantages_T < 0), (change_T > clip.high) & (advantages_T > 0)
+    moving_T = log_ratio_T - log_ratio_T.detach()  # zero in value, log p in the gradient
+    return TokenLoss(-weight_T * advantages_T * (1 + moving_T.masked_fill(low_T | high_T, 0.0)), low_T, high_T)
 
 
 def sapo(tokens: PolicyTokens, cp: Axis, *, tau_positive: float, tau_negative: float) -> TokenLoss:
-    """SAPO: ratios of tokens through soft gates."""
-    return softly_gated(tokens.log_ratio_T, tokens.advantages_T, tau_positive=tau_positive, tau_negative=tau_negative)
+    """SAPO: -(4 / tau) sigmoid(tau (r - 1)) A, soft gates of ratios, whose gradient at r = 1 is GRPO's, for any tau
+    (arXiv 2511.20347); nothing is clipped.
+    """
+    advantages_T = tokens.advantages_T
+    tau_T = torch.full_like(advantages_T, tau_negative).masked_fill(advantages_T > 0, tau_positive)
+    gate_T = 4 / tau_T * torch.sigmoid(tau_T * (bounded_exp(tokens.log_ratio_T) - 1))
+    never_T = torch.zeros_like(tokens.mask_T)
+    return TokenLoss(-gate_T * advantages_T, never_T, never_T)
 
 
 def kl_penalty(logprobs_T: Tensor, reference_T: Tensor, estimator: str, gradient: str) -> Tensor:
