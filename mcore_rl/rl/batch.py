@@ -363,16 +363,34 @@ def layout_of(microbatch: PolicyMicrobatch | LocalMicrobatch, *, of_engine: bool
     return MicrobatchLayout(rows=(tuple(spans),), row_length=row_length, packed=True)
 
 
-class LogprobHead(ReadsDeferredLogits):
+def limits_on(mesh: Mesh, max_tokens: int, multiple: int) -> PackingLimits:
+    """Return the limits of packed sequences on a mesh; the other arguments are fields of `PackingLimits`."""
+    return PackingLimits(
+        max_tokens=max_tokens,
+        multiple=multiple,
+        sample_multiple=mesh.config.zigzag,
+        microbatch_multiple=mesh.pp.size if mesh.config.vpp > 1 else 1,
+        is_fixed=mesh.pp.size > 1,
+    )
+
+
+class PassHead:
+    """Base of the heads of passes without a gradient, which have outputs and no loss."""
+
+    wants_losses = False
+
+    def count(self, microbatch: PolicyMicrobatch) -> Tensor:
+        """Return 0: there is no loss."""
+        return microbatch.mask_T.new_zeros((), dtype=torch.int)
+
+
+class LogprobHead(PassHead, ReadsDeferredLogits):
     """Outputs `logprobs` `[T]` of completion tokens at the sampling temperature, in nats; zeros elsewhere. Untrained
     completions are included: a KL in the reward applies to every completion of a group.
     """
 
-    wants_losses = False
-
     def __init__(self, mesh: Mesh, vocab_size: int, *, temperature: float, chunk_tokens: int) -> None:
-        self._mesh = mesh
-        self.vocab_size = vocab_size
+        self._mesh, self.vocab_size = mesh, vocab_size
         settings = {"temperature": temperature, "chunk_tokens": chunk_tokens}
         self._reading: dict[str, Any] = {"vocab_size": vocab_size, **settings}
 
@@ -417,10 +435,6 @@ class LogprobHead(ReadsDeferredLogits):
         ids_NK, logprobs_NK = microbatch.teacher_TW[rows_N, 1:].chunk(2, dim=1)
         return vocab.forward_kl(output[0], ids_NK.long(), logprobs_NK, rows_N, self._mesh.tp, **self._reading)
 
-    def count(self, microbatch: PolicyMicrobatch) -> Tensor:
-        """Return 0: there is no loss."""
-        return microbatch.mask_T.new_zeros((), dtype=torch.int)
-
     def __call__(self, microbatch: PolicyMicrobatch, output: vocab.Logits) -> HeadOutput:
         """Return the logprobs of one microbatch; there is no loss."""
         logprobs_T = self.logprobs_and_entropy(microbatch, output, microbatch.completion_rows_N).logprobs_T.detach()
@@ -428,14 +442,8 @@ class LogprobHead(ReadsDeferredLogits):
         return HeadOutput(loss=zero, count=zero.int(), outputs={"logprobs": logprobs_T})
 
 
-class ValueHead:
+class ValueHead(PassHead):
     """Outputs `values` `[T]`, float32: the critic's score at each position, before it sees the predicted token."""
-
-    wants_losses = False
-
-    def count(self, microbatch: PolicyMicrobatch) -> Tensor:
-        """Return 0: there is no loss."""
-        return microbatch.mask_T.new_zeros((), dtype=torch.int)
 
     def __call__(self, microbatch: PolicyMicrobatch, output: Tensor) -> HeadOutput:
         """Return the values of one microbatch, from scores `[1, T, 1]`; there is no loss."""

@@ -18,14 +18,23 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.data.packing import LENGTH_MULTIPLE, PackingLimits, padded
+from mcore_rl.data.packing import LENGTH_MULTIPLE, padded
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.routers import replayed_routers
 from mcore_rl.megatron.schedule import HeadOutput, Routing, run_pass
 from mcore_rl.megatron.vocab import Logits
 from mcore_rl.model.layers.adapters import Adapter
 from mcore_rl.replay.cache import LocalTokens, local_tokens
-from mcore_rl.rl.batch import LogprobHead, PolicyMicrobatch, evaluating, layout_of, make_microbatch, without_capacity
+from mcore_rl.rl.batch import (
+    LogprobHead,
+    PassHead,
+    PolicyMicrobatch,
+    evaluating,
+    layout_of,
+    limits_on,
+    make_microbatch,
+    without_capacity,
+)
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.fp8_blocks import BlockRounding
 from mcore_rl.rl.types import SampleShape, TrainedSample
@@ -258,7 +267,10 @@ class Probe:
             )
             for index, tokens in enumerate(sequences)
         }
-        limits = self._limits()
+        zigzag = mesh.config.zigzag
+        multiple = lcm(zigzag, mesh.tp.size * mesh.cp.size if mesh.sequence_parallel else 1, LENGTH_MULTIPLE)
+        longest = padded(PACKED * padded(SEQUENCE_TOKENS - 1, zigzag), multiple)
+        limits = limits_on(mesh, longest, multiple)
         rows = [list(samples)[start : start + PACKED] for start in range(0, len(samples), PACKED)]
         rows += [[]] * (-len(rows) % limits.microbatch_multiple)
         microbatches = [make_microbatch(samples, row, limits, mesh.cp, self._device) for row in rows]
@@ -291,29 +303,12 @@ class Probe:
         dist.all_reduce(experts_NTLK, op=dist.ReduceOp.MAX, group=mesh.world.group)
         return logprobs_NT.cpu(), experts_NTLK.cpu()
 
-    def _limits(self) -> PackingLimits:
-        mesh = self._mesh
-        zigzag = mesh.config.zigzag
-        multiple = lcm(zigzag, mesh.tp.size * mesh.cp.size if mesh.sequence_parallel else 1, LENGTH_MULTIPLE)
-        return PackingLimits(
-            max_tokens=padded(PACKED * padded(SEQUENCE_TOKENS - 1, zigzag), multiple),
-            multiple=multiple,
-            sample_multiple=zigzag,
-            microbatch_multiple=mesh.pp.size if mesh.config.vpp > 1 else 1,
-            is_fixed=mesh.pp.size > 1,
-        )
 
-
-class _FullLogits:
+class _FullLogits(PassHead):
     """A head that makes the model compute full logits as a tensor, so that `_rounding` can round them."""
-
-    wants_losses = False
 
     def __init__(self, head: LogprobHead) -> None:
         self._head = head
-
-    def count(self, microbatch: PolicyMicrobatch) -> Tensor:
-        return self._head.count(microbatch)
 
     def __call__(self, microbatch: PolicyMicrobatch, output: Logits) -> HeadOutput:
         return self._head(microbatch, output)

@@ -340,9 +340,11 @@ class ServerFleet:
         while True:
             self.refuse_stop()
             for process in self.processes:
-                if not process.is_alive and not self._is_open:
+                if process.is_alive:
+                    continue
+                if not self._is_open:
                     raise EngineError(f"the server {process.log.stem} {process.ending()}")
-                if not process.is_alive and process.num_starts < MAX_STARTS:
+                if process.num_starts < MAX_STARTS:
                     self._restart(process, "its process ended")
             urls = self.urls
             ready = [url for url in urls if self.api_at(url).is_healthy()]

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -154,7 +154,14 @@ class Critic:
         with self._policy.timers.phase("critic"):
             self._reports = self.update(minibatches, advantages.returns)
         updates_s = time.perf_counter() - start_s
-        metrics = list(critic_metrics(self._reports))
+        metrics = [Metric("critic/lr", report.learning_rate) for report in self._reports]
+        for report in self._reports:
+            if not report.skipped:
+                metrics += [
+                    Metric("critic/loss", report.sums["loss"], report.count),
+                    Metric("critic/clip_ratio", report.sums["clipped"], report.count),
+                    Metric("critic/grad_norm", report.grad_norm),
+                ]
         # The fraction of expert choices that live routing would have changed in these updates.
         metrics += [
             replace(metric, name="critic/routes_changed_fraction")
@@ -232,17 +239,6 @@ def _copy_layers(policy: Sequence[nn.Module], critic: Sequence[nn.Module]) -> No
         for name, tensor in (*target.named_parameters(), *target.named_buffers()):
             if not name.startswith("output_layer."):
                 tensor.copy_(theirs[name])
-
-
-def critic_metrics(reports: Sequence[StepReport]) -> Iterator[Metric]:
-    """Yield the metrics of the critic's optimizer steps."""
-    for report in reports:
-        yield Metric("critic/lr", report.learning_rate)
-        if report.skipped:
-            continue
-        yield Metric("critic/loss", report.sums["loss"], report.count)
-        yield Metric("critic/clip_ratio", report.sums["clipped"], report.count)
-        yield Metric("critic/grad_norm", report.grad_norm)
 
 
 def refuse_other_critic(load: str, model: ModelConfig, run_dir: Path) -> None:

@@ -12,7 +12,7 @@ from mcore_rl.config.rl.loss import DistillConfig
 from mcore_rl.megatron.schedule import HeadOutput, ReadsDeferredLogits, run_pass
 from mcore_rl.megatron.vocab import Logits
 from mcore_rl.replay.witness import proving
-from mcore_rl.rl.batch import LogprobHead, Minibatch, PolicyMicrobatch, evaluating
+from mcore_rl.rl.batch import LogprobHead, Minibatch, PassHead, PolicyMicrobatch, evaluating
 from mcore_rl.rl.frozen_model import FrozenModel
 from mcore_rl.rl.models.reference import Reference, refresh_when_due
 from mcore_rl.rl.step.losses import LOG_RATIO_LIMIT, log_difference
@@ -28,19 +28,13 @@ class TeacherSource:
     model: ModelConfig
 
 
-class TeacherHead(ReadsDeferredLogits):
+class TeacherHead(PassHead, ReadsDeferredLogits):
     """Outputs a teacher's `logprobs` `[T]` of completion tokens and, if asked, its logprobs over the `vocabulary`."""
-
-    wants_losses = False
 
     def __init__(self, logprobs: LogprobHead, *, vocabulary: bool) -> None:
         """Take the head of the policy's logprobs, for the same tokens and temperature."""
         self._logprobs = logprobs
         self._vocabulary = vocabulary
-
-    def count(self, microbatch: PolicyMicrobatch) -> Tensor:
-        """Return 0: there is no loss."""
-        return self._logprobs.count(microbatch)
 
     def __call__(self, microbatch: PolicyMicrobatch, output: Logits) -> HeadOutput:
         """Return the logprobs of one microbatch; there is no loss."""

@@ -19,14 +19,14 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl_run import RlConfig, RlRunConfig
 from mcore_rl.data.answer_ends import read_steps, step_ends, step_tokens
 from mcore_rl.data.chat import Chat, Conversation, answered, load_chat
-from mcore_rl.data.packing import LENGTH_MULTIPLE, PackingLimits, padded, plan_minibatches
+from mcore_rl.data.packing import LENGTH_MULTIPLE, padded, plan_minibatches
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.megatron.agree import on_every_rank, on_rank_zero
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import Platform
 from mcore_rl.megatron.schedule import run_pass
-from mcore_rl.rl.batch import ValueHead, evaluating, exchange_samples, make_microbatch
+from mcore_rl.rl.batch import ValueHead, evaluating, exchange_samples, limits_on, make_microbatch
 from mcore_rl.rl.frozen_model import FrozenModel, model_to_freeze
 from mcore_rl.rl.rewards.interface import Outcome, Score, TextStep
 from mcore_rl.rl.rewards.score import Moments
@@ -219,7 +219,8 @@ class RewardModel:
             for index, (reading, (_, count)) in enumerate(zip(readings, own, strict=True))
         }
         lengths = {index: shape.num_positions for index, shape in shapes.items()}
-        limits = self._limits(max(lengths.values()))
+        longest = padded(max(lengths.values()), mesh.config.zigzag)
+        limits = limits_on(mesh, padded(max(self._packed_length, longest), self._multiple), self._multiple)
         (plan,) = plan_minibatches(lengths, 1, mesh.dp.size, limits)
         wanted = [plan.samples_of(rank) for rank in self._dp_ranks]
         here = exchange_samples(samples, shapes, wanted, mesh.dp_cp, device)
@@ -249,17 +250,6 @@ class RewardModel:
             scores_C[[int(begins_N[first + index]) + p - reading.positions[0] for p in reading.positions]].tolist()
             for index, reading in enumerate(readings)
         ]
-
-    def _limits(self, longest: int) -> PackingLimits:
-        mesh = self._mesh
-        zigzag = mesh.config.zigzag
-        return PackingLimits(
-            max_tokens=padded(max(self._packed_length, padded(longest, zigzag)), self._multiple),
-            multiple=self._multiple,
-            sample_multiple=zigzag,
-            microbatch_multiple=mesh.pp.size if mesh.config.vpp > 1 else 1,
-            is_fixed=mesh.pp.size > 1,
-        )
 
 
 class RewardModels:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_rl.config.rl_run import RlConfig, RlRunConfig
-from mcore_rl.data.packing import LENGTH_MULTIPLE, PackingLimits, padded, plan_minibatches
+from mcore_rl.data.packing import LENGTH_MULTIPLE, padded, plan_minibatches
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.schedule import MAX, Head, HeadOutput, ReadsDeferredLogits, signal_of
 from mcore_rl.megatron.vocab import Logits
@@ -155,13 +155,8 @@ class Learner:
             state.platform.device,
             part_weights=config.rl.reward.part_weights,
         )
-        self._limits = PackingLimits(
-            max_tokens=config.packed_length,
-            multiple=lcm(config.packed_multiple, LENGTH_MULTIPLE if state.platform.is_cuda else CPU_LENGTH_MULTIPLE),
-            sample_multiple=config.mesh.zigzag,
-            microbatch_multiple=mesh.pp.size if config.mesh.vpp > 1 else 1,
-            is_fixed=mesh.pp.size > 1,
-        )
+        multiple = lcm(config.packed_multiple, LENGTH_MULTIPLE if state.platform.is_cuda else CPU_LENGTH_MULTIPLE)
+        self._limits = batch.limits_on(mesh, config.packed_length, multiple)
         self._dp_ranks = [0] * mesh.dp_cp.size
         """Data-parallel rank of each dp_cp rank: a sample goes to all context-parallel ranks of its dp rank."""
         dist.all_gather_object(self._dp_ranks, mesh.dp.rank, group=mesh.dp_cp.group)
@@ -184,13 +179,17 @@ class Learner:
         samples = batch.exchange_samples(
             rollout.samples(), shapes, wanted, mesh.dp_cp, device, teacher_width=config.rl.distill.served_width
         )
-        minibatches = []
+        loss, minibatches = config.rl.loss, []
         for plan in plans:
             indices = [index for rank in range(mesh.dp.size) for index in plan.samples_of(rank)]
             num_trained_N = torch.zeros(len(shapes), dtype=torch.int64)
             num_trained_N[indices] = torch.tensor([shapes[index].num_trained for index in indices], dtype=torch.int64)
             totals = batch.BatchTotals(int(num_trained_N.sum()), int((num_trained_N > 0).sum()))
             lengths = [length for index in indices for length in shapes[index].segment_positions]
+            loss_weights_N = torch.zeros(len(shapes), dtype=torch.float64)
+            if totals.num_tokens:
+                norm_tokens = loss.norm_tokens or config.rl.max_completion_tokens
+                loss_weights_N = loss_weights(num_trained_N, totals, loss.aggregation_in_use, norm_tokens=norm_tokens)
             minibatches.append(
                 batch.Minibatch(
                     microbatches=[
@@ -198,7 +197,7 @@ class Learner:
                         for microbatch in plan.microbatches[mesh.dp.rank]
                     ],
                     totals=totals,
-                    loss_weights_N=self._loss_weights(num_trained_N, totals),
+                    loss_weights_N=loss_weights_N,
                     num_samples=len(indices),
                     num_positions=sum(lengths),
                     mean_length=sum(length**2 for length in lengths) / max(1, sum(lengths)),
@@ -319,13 +318,6 @@ class Learner:
             # A critic learns first, and must not learn from completions that the policy's update would refuse.
             and not (self.parts.critic is not None and self.routes.judges_updates)
         )
-
-    def _loss_weights(self, num_trained_N: Tensor, totals: batch.BatchTotals) -> Tensor:
-        if not totals.num_tokens:
-            return torch.zeros(len(num_trained_N), dtype=torch.float64)
-        loss = self.config.rl.loss
-        norm_tokens = loss.norm_tokens or self.config.rl.max_completion_tokens
-        return loss_weights(num_trained_N, totals, loss.aggregation_in_use, norm_tokens=norm_tokens)
 
 
 def policy_logprobs(state: TrainState, rl: RlConfig, vocab_size: int) -> PolicyLogprobs:

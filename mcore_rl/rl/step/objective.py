@@ -218,7 +218,9 @@ def _tables_of_completions(
         microbatches = (each for minibatch in minibatches for each in minibatch.microbatches if each.samples)
         for microbatch in microbatches:
             rows_N = torch.tensor([row_of[index] for index in microbatch.samples], device=device)
-            column_NP = pad_sequence([_columns(shapes[index]) for index in microbatch.samples], batch_first=True)
+            # At each position that predicts a sampled token, the token's index among the sampled tokens.
+            columns = [at_positions(torch.arange(shapes[n].num_sampled), shapes[n]) for n in microbatch.samples]
+            column_NP = pad_sequence(columns, batch_first=True)
             here_T = microbatch.completion_mask_T
             sequence_T = microbatch.sequence_T[here_T]
             columns_T = column_NP.to(device)[sequence_T, microbatch.place_T[here_T]]
@@ -231,13 +233,6 @@ def _tables_of_completions(
     if mesh.pp.size > 1:
         dist.broadcast(tables_FNC, group=mesh.pp.group, group_src=mesh.pp.size - 1)
     return tables_FNC.cpu()
-
-
-def _columns(shape: SampleShape) -> Tensor:
-    """Return, at each position that predicts a sampled token, the token's index among the sampled tokens; else 0."""
-    column_P = torch.zeros(shape.num_positions, dtype=torch.int64)
-    column_P[shape.sampled_positions] = torch.arange(shape.num_sampled)
-    return column_P
 
 
 Estimator = Callable[[Rollout, Sequence[Minibatch]], Advantages]
