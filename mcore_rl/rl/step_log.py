@@ -72,13 +72,18 @@ class StepLog:
 
     def generated(self, rollout: Rollout) -> None:
         """Write samples of the scored completions, and warn of what will not be learned from."""
-        self._samples = self._log_samples(rollout)
-        group_size = rollout.rewards_PG.shape[1]
-        self._learner.routes.trace = None
-        if self._samples is not None:
+        config, step = self._config.rl.samples, self._state.progress.step
+        self._samples, self._learner.routes.trace = None, None
+        if config.interval and step // self._config.updates_per_rollout % config.interval == 0:
             from mcore_rl.rl.step.trace import TokenTrace  # only steps whose samples are written
 
-            self._learner.routes.trace = TokenTrace(group_size)
+            samples = gather_samples(rollout.groups, rollout.rewards_PG, self._state.mesh)
+            if self._state.platform.rank == 0 and samples:
+                write_samples(self._run.folder.path / "samples", step, samples)
+                self._run.log.samples(samples)
+                self._messages(list(table_lines(samples, config.shown)))
+            self._samples = step, samples
+            self._learner.routes.trace = TokenTrace(rollout.rewards_PG.shape[1])
         if rollout.truncation_warning and not self._was_truncated:
             self._run.log.message(rollout.truncation_warning)
         self._was_truncated = rollout.truncation_warning is not None
@@ -108,8 +113,24 @@ class StepLog:
 
     def pushed(self, metrics: Sequence[Metric]) -> None:
         """Log the end of the rollout batch, when the engine has the new weights, with metrics of `after_updates`."""
-        self._metrics += [*metrics, *self._rollout.metrics]
-        self._metrics += self._rollout_metrics(time.perf_counter() - self._begin_s)
+        state, engine, step_s = self._state, self._rollouts.engine, time.perf_counter() - self._begin_s
+        self._metrics += [
+            *metrics,
+            *self._rollout.metrics,
+            Metric("rl/step_s", step_s),
+            Metric("rl/rollouts", state.progress.step // self._config.updates_per_rollout),
+            Metric("rl/consumed_prompts", state.progress.consumed_prompts),
+            *state.timers.take(),
+            *memory_metrics(state.platform.device),
+            *self._waiting_metrics(),
+            *engine.take_metrics(),
+        ]
+        for line in engine.take_lines():
+            self._run.log.message(line, step=state.progress.step)
+        if self._load is not None:
+            self._metrics += self._load.gather(state.mesh).metrics()
+        if self._config.model.mtp_layers:
+            self._metrics += take_mtp_losses(state)
         self._write(self._last_report)
         self.watch(self._rollout.metrics)
 
@@ -163,18 +184,6 @@ class StepLog:
                 if warning := learner.routes.stale.warning():
                     self._run.log.message(warning)
 
-    def _log_samples(self, rollout: Rollout) -> tuple[int, Sequence[Mapping[str, Any]]] | None:
-        """Write the samples of every `rl.samples.interval`-th rollout batch to a file, and some of them to the log."""
-        config, step = self._config.rl.samples, self._state.progress.step
-        if not config.interval or step // self._config.updates_per_rollout % config.interval:
-            return None
-        samples = gather_samples(rollout.groups, rollout.rewards_PG, self._state.mesh)
-        if self._state.platform.rank == 0 and samples:
-            write_samples(self._run.folder.path / "samples", step, samples)
-            self._run.log.samples(samples)
-            self._messages(list(table_lines(samples, config.shown)))
-        return step, samples
-
     def _update_metrics(self, minibatch: Minibatch, report: StepReport, update_s: float) -> Iterator[Metric]:
         state = self._state
         yield Metric("train/lr", report.learning_rate)
@@ -195,25 +204,6 @@ class StepLog:
         yield from update_metrics(report.sums, maxima)
         if self._config.rl.rollout.max_staleness:
             yield from staleness_metrics(report.sums)
-
-    def _rollout_metrics(self, step_s: float) -> list[Metric]:
-        state, engine = self._state, self._rollouts.engine
-        metrics = [
-            Metric("rl/step_s", step_s),
-            Metric("rl/rollouts", state.progress.step // self._config.updates_per_rollout),
-            Metric("rl/consumed_prompts", state.progress.consumed_prompts),
-            *state.timers.take(),
-            *memory_metrics(state.platform.device),
-            *self._waiting_metrics(),
-            *engine.take_metrics(),
-        ]
-        for line in engine.take_lines():
-            self._run.log.message(line, step=state.progress.step)
-        if self._load is not None:
-            metrics += self._load.gather(state.mesh).metrics()
-        if self._config.model.mtp_layers:
-            metrics += take_mtp_losses(state)
-        return metrics
 
     def _waiting_metrics(self) -> Iterator[Metric]:
         parts, models = self._learner.parts, self._rollouts.models

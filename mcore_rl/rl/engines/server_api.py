@@ -70,22 +70,13 @@ class HttpClient:
         """Return the JSON of the answer to a POST request (None if empty), or its text unless `is_json`. Raises
         ServerError if there is no complete answer in time, its status is not 200, or it is not valid JSON.
         """
-        text = self._call("POST", path, body or {}, timeout_s)
-        return self._json(path, text) if is_json else text.decode(errors="replace")
+        return self._call("POST", path, body or {}, timeout_s, is_json=is_json)
 
     def get(self, path: str, *, timeout_s: float, is_json: bool = True) -> Any:
         """Send a GET request. Returns what `post` does. Raises ServerError as `post` does."""
-        text = self._call("GET", path, None, timeout_s)
-        return self._json(path, text) if is_json else text.decode(errors="replace")
+        return self._call("GET", path, None, timeout_s, is_json=is_json)
 
-    def _json(self, path: str, text: bytes) -> Any:
-        try:
-            return json.loads(text) if text.strip() else None
-        except ValueError:
-            shown = text[:SHOWN_BYTES].decode(errors="replace")
-            raise ServerError(f"{self.url}{path}: the answer is no JSON: {shown}") from None
-
-    def _call(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> bytes:
+    def _call(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float, *, is_json: bool) -> Any:
         where, deadline = f"{self.url}{path}", time.monotonic() + timeout_s
         data = None if body is None else json.dumps(body).encode()
         connection = self._connection(self._host, self._port, timeout=min(timeout_s, CONNECT_S))
@@ -117,10 +108,15 @@ class HttpClient:
             with self._lock:
                 self._sockets.discard(connected)
             connection.close()
+        shown = text[:SHOWN_BYTES].decode(errors="replace")
         if response.status != 200:
-            shown = text[:SHOWN_BYTES].decode(errors="replace")
             raise ServerError(f"{where}: status {response.status}: {shown}", status=response.status)
-        return text
+        if not is_json:
+            return text.decode(errors="replace")
+        try:
+            return json.loads(text) if text.strip() else None
+        except ValueError:
+            raise ServerError(f"{where}: the answer is no JSON: {shown}") from None
 
     def _wait(self, connected: socket.socket, deadline: float) -> None:
         """Wait for an answer. vLLM never answers an open call of an update when its engine has died, but it no longer

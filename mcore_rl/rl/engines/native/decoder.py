@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mcore_rl.errors import EngineError
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.routers import replayed_routers
-from mcore_rl.model.build import MegatronModel, unwrap
+from mcore_rl.model.build import unwrap
 from mcore_rl.model.layers.attention import SDPAttention
 from mcore_rl.model.layers.cache import LayerCache, StepTokens
 from mcore_rl.model.layers.moe import MoELayer
@@ -37,7 +37,12 @@ class Decoder:
         weight = next(self._models[0].parameters())
         self._dtype, self.device = weight.dtype, weight.device
         self._attentions = [[layer.self_attention for layer in model.decoder.layers] for model in self._models]
-        self._tables = [_rotary_table(model, max_tokens) for model in self._models]
+        # Rotary embeddings of all positions below `max_tokens`, not split over context parallelism.
+        is_latent, self._tables = self._config.multi_latent_attention, list[Any]()
+        for model in self._models:
+            rotary = model.decoder.layers[0].self_attention.rotary_pos_emb if is_latent else model.rotary_pos_emb
+            table = rotary(max_tokens, packed_seq=True)
+            self._tables.append(table if is_latent or not isinstance(table, tuple) else table[0])
         shape = (num_slots + 1, max_tokens)
         self._caches = [[self._new_cache(a, shape) for a in attentions] for attentions in self._attentions]
         found = [router for chunk in chunks for _, router in replayed_routers(chunk)]
@@ -212,15 +217,6 @@ def copied_runs(copies: Iterable[Copy]) -> Iterator[tuple[int, slice, int]]:
         pending = copy.source, slice(copy.target, copy.target + 1), copy.length
     if pending is not None:
         yield pending
-
-
-def _rotary_table(model: MegatronModel, max_tokens: int) -> Any:
-    """Return the rotary embedding's result for all positions below `max_tokens`, not split over context parallelism."""
-    layers = model.decoder.layers
-    is_latent = model.config.multi_latent_attention
-    rotary = layers[0].self_attention.rotary_pos_emb if is_latent else model.rotary_pos_emb
-    table = rotary(max_tokens, packed_seq=True)
-    return table if is_latent or not isinstance(table, tuple) else table[0]
 
 
 LEAST_KEYS = 128

@@ -423,8 +423,7 @@ class ChosenKeys:
 
     def __init__(self, chunks: Sequence[nn.Module], draft: Draft | None, longest: int, topk: int) -> None:
         """Start watching a completion; None: this replica has none and only joins the collectives."""
-        self._chunks = chunks
-        self._draft = draft
+        self._chunks, self._draft = chunks, draft
         stride = max(1, -(-(longest - topk) // NUM_POSITIONS))
         self._positions = frozenset(range(topk, longest, stride))
         self._chosen: dict[int, list[Tensor]] = {}
