@@ -25,10 +25,7 @@ class RlTrainer(Trainer):
         self, run: Run, config: RlRunConfig, rollouts: Rollouts, learner: Learner, held_out: Sequence[Prompt]
     ) -> None:
         super().__init__(run)
-        self.config = config
-        self.rollouts = rollouts
-        self.learner = learner
-        self.held_out = held_out
+        self.config, self.rollouts, self.learner, self.held_out = config, rollouts, learner, held_out
         self.step_log = StepLog(run, config, rollouts, learner, self._report_skip)
 
     def run(self) -> None:

@@ -113,10 +113,8 @@ class WorkerPool:
         address space beyond the process's size at the start (None: no limit). A process that has not exited `grace_s`
         after `timeout_s` is killed.
         """
-        self._work = work
-        self._grace_s = grace_s
-        self._max_memory_gib = max_memory_gib
-        self._timeout_s = timeout_s
+        self._work, self._max_memory_gib = work, max_memory_gib
+        self._timeout_s, self._grace_s = timeout_s, grace_s
         self._changed = threading.Condition()
         """Guards the fields below, and starts: if two threads forked at once, a process would inherit both pipes."""
         self._is_closed = False

@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from numbers import Real
 from pathlib import Path
@@ -120,7 +121,5 @@ def _end_started() -> None:
     supervisor = itself.parent()
     for process in [] if supervisor is None else supervisor.children(recursive=True):
         if process.pid != itself.pid:
-            try:
+            with suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                continue

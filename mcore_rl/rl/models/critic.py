@@ -83,13 +83,11 @@ class Critic:
         `critic_routes`, are for `rl.advantage.critic.replay` (None: live routes). `updates_per_rollout` counts the
         policy's steps.
         """
-        self.state, self._policy = state, policy
-        self._routes = routes
+        self.state, self._policy, self._routes = state, policy, routes
         self._critic, self._checkpoint = critic, checkpoint
         self._epochs, self._updates_per_rollout = epochs, updates_per_rollout
         self._reports: list[StepReport] = []
-        self._head = ValueHead()
-        self._loss_head = ValueLossHead(critic.clip_value)
+        self._head, self._loss_head = ValueHead(), ValueLossHead(critic.clip_value)
 
     def begin(self, policy: Sequence[nn.Module]) -> str:
         """Load the critic's initial weights, or without `rl.advantage.critic.load` copy the layers of `policy` and

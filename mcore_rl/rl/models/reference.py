@@ -59,9 +59,7 @@ class Reference:
         `needed_by` is the setting that error messages name. `allowed` is `checkpoint.allow_changes`. `base` is the
         checkpoints' entry of this name (storage/checkpoint.py), whose weights saved references leave out too.
         """
-        self.chunks = list(chunks)
-        self._needed_by = needed_by
-        self._allowed = allowed
+        self.chunks, self._needed_by, self._allowed = list(chunks), needed_by, allowed
         self._mesh, self._model, self._folder, self._checkpoints = mesh, model, folder, checkpoints
         settle_weights(self.chunks)
         self._store, self._shares_base, self._base = store, shares_base, base

@@ -33,8 +33,7 @@ class TeacherHead(PassHead, ReadsDeferredLogits):
 
     def __init__(self, logprobs: LogprobHead, *, vocabulary: bool) -> None:
         """Take the head of the policy's logprobs, for the same tokens and temperature."""
-        self._logprobs = logprobs
-        self._vocabulary = vocabulary
+        self._logprobs, self._vocabulary = logprobs, vocabulary
 
     def __call__(self, microbatch: PolicyMicrobatch, output: Logits) -> HeadOutput:
         """Return the logprobs of one microbatch; there is no loss."""

@@ -146,11 +146,8 @@ class RewardModel:
         packed_multiple: int,
     ) -> None:
         """Prepare its passes, of at most `packed_length` positions, padded to a multiple of `packed_multiple`."""
-        self.source = source
-        self._read = read
-        self._mesh, self._device = mesh, device
-        self._frozen = frozen
-        self._head = ValueHead()
+        self.source, self._read, self._frozen = source, read, frozen
+        self._mesh, self._device, self._head = mesh, device, ValueHead()
         self._packed_length = packed_length
         self._multiple = lcm(packed_multiple, LENGTH_MULTIPLE)
         # Asked for: Megatron decides in which order data- and context-parallel ranks alternate in `dp_cp`.
@@ -259,10 +256,8 @@ class RewardModels:
         self, models: Sequence[RewardModel], mesh: Mesh, *, normalize: bool, step_value: str = "probability"
     ) -> None:
         """Create the parts; `normalize` uses the running mean and standard deviation of whole completions' scores."""
-        self._models = models
-        self._step_value = step_value
-        self._mesh = mesh
-        self._normalizes = normalize
+        self._models, self._mesh = models, mesh
+        self._normalizes, self._step_value = normalize, step_value
         self.moments: dict[str, list[float]] = {}
         """Count, mean and sum of squared deviations of each part's training scores so far."""
 

@@ -75,8 +75,7 @@ class FailureReport:
 
     def __init__(self, message: Callable[[str], None], folder: Path | None) -> None:
         """Log through `message`, and write FILE_NAME in `folder` unless it is None."""
-        self._message = message
-        self._folder = folder
+        self._message, self._folder = message, folder
         self._reported: set[tuple[str, str, str]] = set()
 
     def add(self, failures: Sequence[FailedPart]) -> None:
@@ -207,8 +206,7 @@ class Reward:
 
     def __init__(self, config: RewardConfig, *, max_new_tokens: int) -> None:
         """Start the worker processes; `max_new_tokens` is a completion's maximum length, for the length penalty."""
-        self._config = config
-        self._max_new_tokens = max_new_tokens
+        self._config, self._max_new_tokens = config, max_new_tokens
         self._weights = config.weights or (1.0,) * len(config.parts)
         self._served: Mapping[str, ServedPart] = {}
         if config.served_parts:
@@ -254,21 +252,18 @@ class Reward:
                 return interface.Score(episode.reward) if episode.failure is None else episode.failure
             return of_others[name][index]
 
-        outcomes = [
-            outcome
-            for index in range(len(inputs))
-            for outcome in _with_an_applying_part([outcome_of(name, index) for name in names], self._weights)
-        ]
         scores: list[interface.Score] = []
         failures: list[FailedPart] = []
         value = torch.nan if self._config.error_value is None else self._config.error_value
-        for index, outcome in enumerate(outcomes):
-            if isinstance(outcome, FailedScore):
-                problem = pairs[index // len(names)][0]
-                part = names[index % len(names)]
-                scored = inputs[index // len(names)]
-                failures.append(FailedPart(part=part, problem_id=problem.problem_id, failure=outcome, scored=scored))
-            scores.append(interface.Score(value) if isinstance(outcome, FailedScore) else outcome)
+        for index, ((problem, _), scored) in enumerate(zip(pairs, inputs, strict=True)):
+            outcomes = _with_an_applying_part([outcome_of(name, index) for name in names], self._weights)
+            for part, outcome in zip(names, outcomes, strict=True):
+                if isinstance(outcome, FailedScore):
+                    failed = FailedPart(part=part, problem_id=problem.problem_id, failure=outcome, scored=scored)
+                    failures.append(failed)
+                    scores.append(interface.Score(value))
+                else:
+                    scores.append(outcome)
         values = [score.value for score in scores]
         values_PGR = torch.tensor(values, dtype=torch.float64).view(len(groups), -1, len(names))
         parts = dict(zip(names, values_PGR.unbind(2), strict=True))

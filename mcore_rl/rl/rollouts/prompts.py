@@ -300,8 +300,7 @@ class PromptEncoder:
     """Encodes problems with the chat template; the policy continues a last turn of the assistant."""
 
     def __init__(self, chat: Chat, max_tokens: int) -> None:
-        self._chat = chat
-        self._max_tokens = max_tokens
+        self._chat, self._max_tokens = chat, max_tokens
 
     def __call__(self, problem: Problem) -> Prompt:
         """Return the prompt of a problem. Raises DataError if it cannot be rendered or has no tokens, and

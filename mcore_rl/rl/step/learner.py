@@ -87,11 +87,8 @@ class PolicyHead(ReadsDeferredLogits):
         """Prepare the head. `router_shift` returns the ratio `[T]` of each next microbatch (None: 1); `trace` takes
         each microbatch with its logprobs `[T]`.
         """
-        self._logprobs = logprobs
-        self._mesh = mesh
-        self._objective = objective
-        self._router_shift = router_shift
-        self._trace = trace
+        self._logprobs, self._mesh, self._objective = logprobs, mesh, objective
+        self._router_shift, self._trace = router_shift, trace
 
     def count(self, microbatch: batch.PolicyMicrobatch) -> Tensor:
         """Return the number of trained tokens."""
@@ -139,9 +136,7 @@ class Learner:
         logprobs: PolicyLogprobs,
         parts: OptionalParts | None = None,
     ) -> None:
-        self.state = state
-        self.config = config
-        self.routes = routes
+        self.state, self.config, self.routes = state, config, routes
         self.parts = parts or OptionalParts()
         self.held: str | None = None
         """Reason why the policy is not trained on the rollout batch that was prepared last; None if it is trained."""

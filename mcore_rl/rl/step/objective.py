@@ -133,10 +133,7 @@ def token_advantages(
     kl_NC, values_NC = tables[0] if has_kl else none_NC, tables[-1] if has_critic else none_NC
     lengths_N = torch.tensor([shape.num_trained for shape in shapes], dtype=torch.int64)
     is_token_NC = torch.arange(none_NC.shape[1]) < lengths_N[:, None]
-
-    group_size = rollout.rewards_PG.shape[1]
-    uses_steps = advantage.uses_steps
-    rewards_PG = rollout.rewards_PG
+    rewards_PG, group_size = rollout.rewards_PG, rollout.rewards_PG.shape[1]
     if advantage.kind == "reinforce_plus_plus_baseline":
         rewards_PG = advantages.above_group_mean(rewards_PG)
     rewards_NC = advantages.token_rewards(
@@ -145,7 +142,7 @@ def token_advantages(
         lengths_N,
         kl_coeff=0.0 if kl is None else kl.coeff,
         steps_NI=[rollout.steps_PGI[index // group_size][index % group_size] for index in samples]
-        if uses_steps
+        if advantage.uses_steps
         else (),
     )
     ends_N = torch.zeros(len(samples), dtype=torch.float64)

@@ -49,11 +49,8 @@ class MixedHead(ReadsDeferredLogits):
         """Prepare one optimizer step. Ids from `vocab_size` on have no probability; `chunk_tokens` positions at a time
         have logits in fp32. `weight` is rl.ptx.coeff x completion tokens / text tokens, trained tokens of the world.
         """
-        self._policy = policy
-        self._mesh = mesh
-        self._vocab_size = vocab_size
-        self._chunk_tokens = chunk_tokens
-        self._weight = weight
+        self._policy, self._mesh, self._weight = policy, mesh, weight
+        self._vocab_size, self._chunk_tokens = vocab_size, chunk_tokens
         self._without_completions: dict[str, Tensor] = {}
 
     def count(self, microbatch: PolicyMicrobatch | LocalMicrobatch) -> Tensor:
