@@ -16,7 +16,6 @@ from typing import Self
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from mcore_rl.config.model import ModelConfig
@@ -25,7 +24,7 @@ from mcore_rl.config.rl.rollout import ServedConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import ConfigError, EngineError, StoppedError
-from mcore_rl.megatron.agree import from_first_of_model, on_every_rank, on_rank_zero
+from mcore_rl.megatron.agree import from_every_rank, from_first_of_model, on_every_rank, on_rank_zero
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.routers import routed_layers
 from mcore_rl.metrics.metrics import Metric
@@ -117,8 +116,7 @@ class ServedEngine:
         self._make_api, self._fleet, self._chunks, self._sampling = api_at, fleet, list(chunks), sampling
         self._mesh, self._model, self._config = mesh, model, config
         self._imposes_routes, self._may_miss_routes = imposes_routes, may_miss_routes
-        self._layers_of_stages: list[tuple[int, ...]] = [()] * mesh.pp.size
-        dist.all_gather_object(self._layers_of_stages, routed_layers(chunks), group=mesh.pp.group)
+        self._layers_of_stages = from_every_rank(routed_layers(chunks), mesh.pp.group)
         # A new salt for each start: another run, or this run before a resume, may have had different weights of the
         # same version, and a cache tier that a reset does not reach may still have their keys, values and routes.
         self._salt = salt or secrets.token_hex(4)
@@ -575,9 +573,7 @@ class ServedEngine:
         """Collective over the world: return the servers that any rank has lost since the last update."""
         with self._state.lock:
             lost, self._state.lost = self._state.lost, {}
-        of_ranks: list[dict[str, str]] = [{} for _ in range(self._mesh.world.size)]
-        dist.all_gather_object(of_ranks, lost)
-        return {url: reason for found in of_ranks for url, reason in found.items()}
+        return {url: reason for found in from_every_rank(lost) for url, reason in found.items()}
 
     def _push_to(self, urls: list[str]) -> WeightPush | AdapterPush:
         if self._push is None or self._push[0] != urls:

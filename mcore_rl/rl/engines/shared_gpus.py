@@ -21,12 +21,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import ConfigError, EngineError
-from mcore_rl.megatron.agree import on_every_rank, on_rank_zero, world_max
+from mcore_rl.megatron.agree import from_every_rank, on_every_rank, on_rank_zero, world_max
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import Platform
 from mcore_rl.metrics.metrics import Metric
@@ -53,8 +52,7 @@ class SharedServers:
     def __init__(self, config: RlRunConfig, platform: Platform) -> None:
         """Prepare; nothing is started yet. Raises ConfigError if a server's ranks are not all on one machine."""
         assert config.served is not None
-        names = [""] * platform.world_size
-        dist.all_gather_object(names, machine.node())
+        names = from_every_rank(machine.node())
         size, local = config.served.tensor_parallel, names.count(machine.node())
         if any(names.count(name) % size for name in names):
             raise ConfigError(
@@ -138,8 +136,7 @@ class SharedServers:
                 return None
 
         found = on_every_rank(ready)
-        of_ranks: list[tuple[str | None, list[str]]] = [(None, [])] * self._platform.world_size
-        dist.all_gather_object(of_ranks, (found, [] if fleet is None else fleet.lines))
+        of_ranks = from_every_rank((found, [] if fleet is None else fleet.lines))
         self._urls_of_ranks = [url for url, _ in of_ranks]
         self.lines += [line for _, lines in of_ranks for line in lines]
         if fleet is not None:

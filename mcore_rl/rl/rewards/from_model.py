@@ -22,7 +22,7 @@ from mcore_rl.data.chat import Chat, Conversation, answered, load_chat
 from mcore_rl.data.packing import LENGTH_MULTIPLE, padded, plan_minibatches
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import ConfigError, DataError
-from mcore_rl.megatron.agree import on_every_rank, on_rank_zero
+from mcore_rl.megatron.agree import from_every_rank, on_every_rank, on_rank_zero
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import Platform
 from mcore_rl.megatron.schedule import run_pass
@@ -151,8 +151,7 @@ class RewardModel:
         self._packed_length = packed_length
         self._multiple = lcm(packed_multiple, LENGTH_MULTIPLE)
         # Asked for: Megatron decides in which order data- and context-parallel ranks alternate in `dp_cp`.
-        self._dp_ranks = [0] * mesh.dp_cp.size
-        dist.all_gather_object(self._dp_ranks, mesh.dp.rank, group=mesh.dp_cp.group)
+        self._dp_ranks = from_every_rank(mesh.dp.rank, mesh.dp_cp.group)
 
     @property
     def waiting_bytes(self) -> WaitingBytes:
@@ -195,8 +194,7 @@ class RewardModel:
         # Scores are read from the first position up to the last token. The last token must enter the layers, so a
         # token is appended that serves only as its label, and the "prompt" ends with the first position.
         own = [(reading.positions[0] + 1, len(reading.tokens_T) - reading.positions[0]) for reading in readings]
-        of_ranks: list[list[tuple[int, int]]] = [[]] * mesh.dp_cp.size
-        dist.all_gather_object(of_ranks, own, group=mesh.dp_cp.group)
+        of_ranks = from_every_rank(own, mesh.dp_cp.group)
         shapes = dict(
             enumerate(
                 SampleShape(replica_rank=rank, num_prompt_tokens=begin, num_completion_tokens=count, is_trained=True)
@@ -292,9 +290,8 @@ class RewardModels:
 
     def _count(self, part: str, scores: Sequence[float]) -> None:
         """Add the scores of all replicas in rank order, so that every rank computes the same sums."""
-        gathered: list[Sequence[float]] = [[]] * self._mesh.dp_cp.size
-        dist.all_gather_object(gathered, scores, group=self._mesh.dp_cp.group)
-        scores_N = torch.tensor([score for of_rank in gathered for score in of_rank], dtype=torch.float64)
+        of_ranks = from_every_rank(scores, self._mesh.dp_cp.group)
+        scores_N = torch.tensor([score for of_rank in of_ranks for score in of_rank], dtype=torch.float64)
         if not len(scores_N):
             return
         before, mean, squares = self.moments.get(part, [0.0, 0.0, 0.0])

@@ -9,13 +9,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mcore_rl.config.rl_run import RlConfig
 from mcore_rl.data.answer_ends import step_tokens
-from mcore_rl.megatron.agree import from_first_of_model, on_every_rank
+from mcore_rl.megatron.agree import from_every_rank, from_first_of_model, on_every_rank
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.metrics.metrics import Metric
 from mcore_rl.rl.engines.base import Engine, Sampling, asking, wake
@@ -86,10 +85,8 @@ class Rollouts:
         """
         rollout = self.rl.rollout
         num_groups = rollout.prompts_per_step
-        groups: dict[int, Group] = {}
-        summaries: list[GroupSummary] = []
-        metrics: list[Metric] = []
-        chosen: list[GroupSummary] = []
+        groups, metrics = dict[int, Group](), list[Metric]()
+        summaries, chosen = list[GroupSummary](), list[GroupSummary]()
         num_refills = -1
         most_refills = rollout.max_refills if rollout.dynamic_sampling else 0
         while num_refills < most_refills and len(chosen) < num_groups:
@@ -281,8 +278,7 @@ class Rollouts:
                 num_failed=Counter(failed.part for failed in scores.failures),
                 first_failures=list(score.first_of_each_kind(scores.failures)) if scores.failures else [],
             )
-        gathered = [local] * self.mesh.world.size
-        dist.all_gather_object(gathered, local)
+        gathered = from_every_rank(local)
         all_summaries = sorted(
             (summary for replica in gathered for summary in replica.summaries), key=lambda summary: summary.index
         )
@@ -354,9 +350,7 @@ class Rollouts:
         )
         ages = [(now - completion.policy_version) / updates for completion in completions]
         num_mixed = sum(len({span.version for span in completion.versions}) > 1 for completion in completions)
-        local = (flow.started, ages, num_mixed)
-        gathered = [local] * self.mesh.world.size
-        dist.all_gather_object(gathered, local)
+        gathered = from_every_rank((flow.started, ages, num_mixed))
         started, ages_of_ranks, mixed_of_ranks = zip(*gathered, strict=True)
         all_ages = [age for ages in ages_of_ranks for age in ages]
         return [

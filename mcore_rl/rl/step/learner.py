@@ -7,11 +7,11 @@ from math import lcm
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mcore_rl.config.rl_run import RlConfig, RlRunConfig
 from mcore_rl.data.packing import LENGTH_MULTIPLE, padded, plan_minibatches
+from mcore_rl.megatron.agree import from_every_rank
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.schedule import MAX, Head, HeadOutput, ReadsDeferredLogits, signal_of
 from mcore_rl.megatron.vocab import Logits
@@ -152,9 +152,8 @@ class Learner:
         )
         multiple = lcm(config.packed_multiple, LENGTH_MULTIPLE if state.platform.is_cuda else CPU_LENGTH_MULTIPLE)
         self._limits = batch.limits_on(mesh, config.packed_length, multiple)
-        self._dp_ranks = [0] * mesh.dp_cp.size
+        self._dp_ranks = from_every_rank(mesh.dp.rank, mesh.dp_cp.group)
         """Data-parallel rank of each dp_cp rank: a sample goes to all context-parallel ranks of its dp rank."""
-        dist.all_gather_object(self._dp_ranks, mesh.dp.rank, group=mesh.dp_cp.group)
 
     def minibatches(self, rollout: Rollout) -> list[batch.Minibatch]:
         """Divide the rollout batch into minibatches, one an optimizer step, and fetch this rank's samples."""
@@ -212,8 +211,15 @@ class Learner:
                 )
                 for minibatch in minibatches
             ]
-        is_imposed = self.config.replay.kind == "r3"
-        num_on_policy = 1 if self._first_is_on_policy else 0
+        is_imposed, critic = self.config.replay.kind == "r3", self.parts.critic
+        # The first is on-policy if it has a single update and nothing else needs its old logprobs or routes.
+        first_is_on_policy = (
+            self.config.rl.update.epochs == 1
+            and not any(part.needs_old_logprobs for part in self.parts.with_passes)
+            # A critic learns first, and must not learn from completions that the policy's update would refuse.
+            and not (critic is not None and self.routes.judges_updates)
+        )
+        num_on_policy = int(first_is_on_policy)
         on_policy = [replace(minibatch, is_on_policy=True) for minibatch in minibatches[:num_on_policy]]
         with self.state.timers.phase("old_logprobs"):
             passed = [
@@ -303,16 +309,6 @@ class Learner:
         progress.consumed_samples += minibatch.num_samples
         progress.consumed_tokens += report.count
         return report
-
-    @property
-    def _first_is_on_policy(self) -> bool:
-        """Return whether the first minibatch has a single update and nothing else needs its old logprobs or routes."""
-        return (
-            self.config.rl.update.epochs == 1
-            and not any(part.needs_old_logprobs for part in self.parts.with_passes)
-            # A critic learns first, and must not learn from completions that the policy's update would refuse.
-            and not (self.parts.critic is not None and self.routes.judges_updates)
-        )
 
 
 def policy_logprobs(state: TrainState, rl: RlConfig, vocab_size: int) -> PolicyLogprobs:
