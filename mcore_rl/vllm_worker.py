@@ -13,7 +13,6 @@ import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -76,7 +75,7 @@ class ReloadEngine(base.WeightTransferEngine[base.WeightTransferInitInfo, Any]):
             # (unquantized_fused_moe_method.py): otherwise new experts would be read as if they were packed.
             for method, _ in self._kernels:
                 method.moe_kernel = None
-        with self._on_device():
+        with torch.device(self.device):
             initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -87,12 +86,12 @@ class ReloadEngine(base.WeightTransferEngine[base.WeightTransferInitInfo, Any]):
 
     def receive_weights(self, update_info: Any) -> None:
         """Load one bucket."""
-        with self._on_device():
+        with torch.device(self.device):
             self.model.load_weights(self._tensors(update_info))
 
     def finish_weight_update(self) -> None:
         """Put the new weights in use."""
-        with self._on_device():
+        with torch.device(self.device):
             finalize_layerwise_reload(self.model, self.model_config)
         self.end_update()
 
@@ -107,9 +106,6 @@ class ReloadEngine(base.WeightTransferEngine[base.WeightTransferInitInfo, Any]):
 
     def _tensors(self, update_info: Any) -> Iterator[tuple[str, Tensor]]:
         raise NotImplementedError
-
-    def _on_device(self) -> AbstractContextManager[Any]:
-        return torch.device(self.device)
 
 
 class FileEngine(ReloadEngine):

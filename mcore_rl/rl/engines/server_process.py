@@ -68,11 +68,6 @@ def served_length(longest_sample: int, model: ModelConfig, engine: ServedConfig)
     return min(max(longest_sample, FEWEST_TOKENS), model.max_position)
 
 
-def served_dtype(precision: str, engine: ServedConfig) -> str:
-    """Return the servers' name of the data type of their weights."""
-    return DTYPES[precision if engine.dtype == "auto" else engine.dtype]
-
-
 def model_folder(model: ModelConfig, dtype: str, folder: Path, *, in_fp8: bool = False) -> Path:
     """Write the model folder of a server. It has only config.json, because the weights come with the first update."""
     path = folder / "model"
@@ -106,7 +101,8 @@ def server_command(
     """
     engine = config.served
     assert engine is not None
-    dtype, has_base = served_dtype(config.platform.decided(is_cuda=on_gpu).precision, engine), engine.lora == "adapter"
+    precision = config.platform.decided(is_cuda=on_gpu).precision
+    dtype, has_base = DTYPES[precision if engine.dtype == "auto" else engine.dtype], engine.lora == "adapter"
     model = engine.base_model if has_base else model_folder(config.model, dtype, folder, in_fp8=engine.in_fp8)
     targets = config.lora.targets_in(config.model) if has_base else ()
     rank = max((config.lora.rank_of(target, config.model) for target in targets), default=0)
