@@ -131,8 +131,15 @@ def _answer(make: MakeEnvironment, max_characters: int, call: EnvironmentCall) -
         if isinstance(problem := _checked(messages, needs_one=not is_done), FailedScore):
             return problem
         is_too_long = sum(len(message["content"]) for message in problem) > max_characters
+        try:
+            state = pickle.dumps(environment)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise TypeError(
+                f"{type(environment).__name__} cannot be pickled between two calls: {error}. Open in each call what "
+                "cannot be pickled, or leave it out with __getstate__"
+            ) from error
         return EnvironmentAnswer(
-            state=_pickled(environment),
+            state=state,
             messages=() if is_too_long else problem,
             reward=reward,
             is_done=is_done,
@@ -153,13 +160,3 @@ def _checked(messages: Any, *, needs_one: bool) -> tuple[Message, ...] | FailedS
             return tuple(dict(message) for message in messages)
     shown = cut(repr(messages), MAX_TEXT // 2)
     return FailedScore("bad_reply", f'{shown} is no list of messages with "role" and "content"')
-
-
-def _pickled(environment: Environment) -> bytes:
-    try:
-        return pickle.dumps(environment)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise TypeError(
-            f"{type(environment).__name__} cannot be pickled between two calls: {error}. Open in each call what cannot "
-            "be pickled, or leave it out with __getstate__"
-        ) from error

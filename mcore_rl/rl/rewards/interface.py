@@ -127,28 +127,20 @@ def outcome_of(returned: Any, num_characters: int) -> Outcome:
         returned, reason = returned[0], returned[1] or ""
     reason = cut(reason, MAX_TEXT)
     if isinstance(returned, Sequence) and not isinstance(returned, str | bytes):
-        steps = _steps(returned, num_characters)
-        if isinstance(steps, FailedScore):
-            return steps
-        return Score(sum(step.value for step in steps), steps, reason)
+        steps: list[TextStep] = []
+        for entry in returned:
+            match entry:
+                case (Integral() as end, Real() | numpy.bool_() as value) if not isinstance(end, bool):
+                    steps.append(TextStep(int(end), float(value)))
+                case _:
+                    return FailedScore("bad_steps", f"{cut(repr(entry), MAX_TEXT // 2)} is no (end, value)")
+        for before, step in zip((TextStep(0, 0.0), *steps), steps, strict=False):
+            if not before.end < step.end <= num_characters:
+                return FailedScore("bad_steps", f"end {step.end} after {before.end} of {num_characters} characters")
+            if not math.isfinite(step.value):
+                return FailedScore("not_finite", str(step))
+        return Score(sum(step.value for step in steps), tuple(steps), reason)
     if returned is None:
         return Score(math.nan, None, reason, applies=False)
-    value = float(returned)
-    return Score(value, None, reason) if math.isfinite(value) else FailedScore("not_finite", str(value))
-
-
-def _steps(returned: Sequence[Any], num_characters: int) -> tuple[TextStep, ...] | FailedScore:
-    """Return the steps, or a failure if they are not valid steps of a text of `num_characters` characters."""
-    steps: list[TextStep] = []
-    for entry in returned:
-        match entry:
-            case (Integral() as end, Real() | numpy.bool_() as value) if not isinstance(end, bool):
-                steps.append(TextStep(int(end), float(value)))
-            case _:
-                return FailedScore("bad_steps", f"{cut(repr(entry), MAX_TEXT // 2)} is no (end, value)")
-    for before, step in zip((TextStep(0, 0.0), *steps), steps, strict=False):
-        if not before.end < step.end <= num_characters:
-            return FailedScore("bad_steps", f"end {step.end} after {before.end} of {num_characters} characters")
-        if not math.isfinite(step.value):
-            return FailedScore("not_finite", str(step))
-    return tuple(steps)
+    number = float(returned)
+    return Score(number, None, reason) if math.isfinite(number) else FailedScore("not_finite", str(number))
