@@ -264,8 +264,8 @@ def gspo_token(
 
 
 def rspo(tokens: PolicyTokens, cp: Axis, *, clip: Clip, shift_floor: float | None) -> TokenLoss:
-    """RSPO: -A times the geometric mean of a sequence's ratios, multiplied by the router-shift ratio, each clipped on
-    the side to which the advantage pushes it. Without the router shift this is GMPO (arXiv 2507.20673).
+    """RSPO: -A times the geometric mean of a sequence's ratios, each multiplied by the router-shift ratio, then clipped
+    on the side to which the advantage pushes it. Without the router shift this is GMPO (arXiv 2507.20673).
     """
     log_ratio_T, advantages_T = log_ratio_in_use(tokens, shift_floor), tokens.advantages_T
     log_low, log_high = math.log1p(-clip.low), math.log1p(clip.high)
