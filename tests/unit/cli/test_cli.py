@@ -177,17 +177,9 @@ def test_zsh_completes_the_same(completion, tmp_path):
     os.close(parent)
 
 
-def test_launch_with_a_program_before_the_config_is_answered_with_the_right_command(capsys):
-    assert main(["launch", "rl", "tiny_moe/grpo", "--cluster", "example_h100", "--nodes", "1"]) == 2
-    assert "Leave out rl: `mcore-rl launch tiny_moe/grpo ...`" in capsys.readouterr().err
-
-
 def test_after_ctrl_c_a_message_begins_on_a_line_of_its_own_on_a_terminal():
-    command = [
-        sys.executable,
-        "-c",
-        "import sys; from mcore_rl.errors import after_echo as a; sys.stderr.write(a() + '.')",
-    ]
+    code = "import sys; from mcore_rl.errors import after_echo as a; sys.stderr.write(a() + '.')"
+    command = [sys.executable, "-c", code]
     parent, child = pty.openpty()
     subprocess.run(command, stderr=child, check=True)
     # The terminal shows ^C and stays on its line.
@@ -197,13 +189,10 @@ def test_after_ctrl_c_a_message_begins_on_a_line_of_its_own_on_a_terminal():
     assert subprocess.run(command, stderr=subprocess.PIPE, check=True).stderr == b"."
 
 
-def test_quiet_and_verbose_are_fields():
+def test_quiet_and_verbose_are_fields_and_eval_takes_the_folder_of_a_run(tmp_path):
     for option, field in (("-q", "quiet"), ("--verbose", "verbose")):
         args = parser_of("sft").parse_intermixed_args(["tiny_moe/sft", option, "train.seed=2"])
         assert COMMANDS["sft"].given(args) == ("tiny_moe/sft", ["train.seed=2", f"log.console={field}"])
-
-
-def test_eval_takes_the_folder_of_a_run(tmp_path):
     (tmp_path / "config.toml").write_text("")
     args = parser_of("eval").parse_intermixed_args([str(tmp_path), "rl.eval.samples=4"])
     assert COMMANDS["eval"].given(args) == (f"{tmp_path}/config.toml", [f"run_dir={tmp_path}", "rl.eval.samples=4"])
@@ -248,6 +237,10 @@ def test_config_prints_what_loads_back_equal(tmp_path, capsys):
         (["rl", "tiny_moe/grpo", "checkpoint.load=gone"], "checkpoint.load names the checkpoint gone, which does not"),
         (["config", TINY, "--mesh.tp=two"], 'mesh.tp = "two"'),
         (["sft", "tiny_moe/grpo"], "tiny_moe/grpo is a config of rl, not of sft"),
+        (
+            ["launch", "rl", "tiny_moe/grpo", "--cluster", "example_h100", "--nodes", "1"],
+            "Leave out rl: `mcore-rl launch tiny_moe/grpo ...`",
+        ),
     ],
 )
 def test_what_the_user_can_mend_is_told_at_once_with_status_2(words, message, capsys, monkeypatch):
@@ -257,26 +250,24 @@ def test_what_the_user_can_mend_is_told_at_once_with_status_2(words, message, ca
     assert message in errors and errors.startswith("ConfigError") and "Traceback" not in errors
 
 
-def test_a_run_dir_that_cannot_be_written_is_refused_before_ranks_start(tmp_path, capsys, monkeypatch):
+@pytest.fixture
+def data(tmp_path):
     for ending in (".bin", ".idx"):
         (tmp_path / f"data{ending}").touch()
-    words = ["pretrain", TINY, f"data.train={tmp_path}/data", "run_dir=/dev/null/x"]
+    return f"data.train={tmp_path}/data"
+
+
+def test_a_run_dir_that_cannot_be_written_is_refused_before_ranks_start(data, capsys, monkeypatch):
     # Before an import too, which takes long.
     monkeypatch.setattr(start_ranks, "ensure_imported", lambda *_: pytest.fail("imported"))
-    assert main(words) == 2
+    assert main(["pretrain", TINY, data, "run_dir=/dev/null/x"]) == 2
     assert 'run_dir="/dev/null/x" cannot be written' in capsys.readouterr().err
 
 
-def test_a_model_larger_than_this_machines_memory_is_refused_before_ranks_start(tmp_path, capsys):
-    for ending in (".bin", ".idx"):
-        (tmp_path / f"data{ending}").touch()
-    words = [TINY, f"data.train={tmp_path}/data", "model.hidden_size=10000000", f"run_dir={tmp_path}/run"]
-    assert main(["pretrain", *words]) == 2
-    message = capsys.readouterr().err
-    assert re.search(
-        r"optimizer state of this model take [\d,]+ GiB on 2 local ranks, and this machine has \d", message
-    )
-    assert not (tmp_path / "run").exists()
+def test_a_model_larger_than_this_machines_memory_is_refused_before_ranks_start(data, tmp_path, capsys):
+    assert main(["pretrain", TINY, data, "model.hidden_size=10000000", f"run_dir={tmp_path}/run"]) == 2
+    wanted = r"optimizer state of this model take [\d,]+ GiB on 2 local ranks, and this machine has \d"
+    assert re.search(wanted, capsys.readouterr().err) and not (tmp_path / "run").exists()
 
 
 def test_a_name_that_the_terminal_cannot_show_is_shown_by_its_code(monkeypatch):
@@ -286,17 +277,13 @@ def test_a_name_that_the_terminal_cannot_show_is_shown_by_its_code(monkeypatch):
     assert 'run_dir = "\\xfc"' in terminal.buffer.getvalue().decode()
 
 
-def test_config_finds_the_program_of_a_recipe_and_warns_of_files_that_are_not_there(capsys, monkeypatch, tmp_path):
+def test_config_finds_the_program_of_a_recipe_and_warns_of_absent_files_and_other_meshes(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert main(["config", "tiny_moe/grpo", "--rl.loss.kind=gspo"]) == 0
     shown = capsys.readouterr()
     assert shown.out.startswith("# mcore-rl rl; passes all checks on 2 ranks\n")
     assert 'kind = "gspo"' in shown.out
     assert "warning: checkpoint.load names the checkpoint runs/quickstart/sft, which does not exist" in shown.err
-
-
-def test_config_warns_of_a_setting_that_means_something_else_on_another_mesh(capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
     assert main(["config", "tiny_moe/pretrain", "model.moe.balance=global_aux_loss"]) == 0
     assert 'warning: model.moe.balance="global_aux_loss" evens out the load' in capsys.readouterr().err
 

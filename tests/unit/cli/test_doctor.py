@@ -125,10 +125,7 @@ def test_in_each_round_a_node_has_one_neighbour_and_in_all_both(num_nodes):
         assert partners == {(node - 1) % num_nodes, (node + 1) % num_nodes}
         for link in own:
             assert link in links[link[1] + link[2] - node], "the other one knows of it, in the same round"
-
-
-def test_a_node_alone_has_no_neighbour():
-    assert rounds(0, 1) == []
+    assert rounds(0, 1) == [], "a node alone has no neighbour"
 
 
 def test_a_node_is_unfit_when_no_all_reduce_is_good_and_the_neighbour_of_a_broken_one_is_not():

@@ -9,6 +9,7 @@ import pytest
 import sentencepiece
 import tokenizers
 import torch
+from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from mcore_rl.cli.cli import main
@@ -19,11 +20,11 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig
 from mcore_rl.data.documents import DocumentFormat
-from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.data.tokenizer_training import TokenizerTraining, train_tokenizer
 from mcore_rl.errors import escaped
 from mcore_rl.megatron import platform as platforms
-from mcore_rl.megatron.mesh import build_mesh, destroy_mesh, seed_ranks
+from mcore_rl.megatron.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks
 from mcore_rl.model.build import build_model
 from mcore_rl.storage.checkpoints.write import load_weights, save_weights
 from mcore_rl.storage.folders import ModelFolder
@@ -43,6 +44,16 @@ MODEL = ModelConfig(
 )
 
 
+def sentencepiece_of(path: Path) -> Tokenizer:
+    return load_tokenizer(TokenizerConfig(kind="sentencepiece", path=str(path)))
+
+
+def built() -> tuple[Mesh, list[nn.Module]]:
+    platform, mesh = platforms.start(PlatformConfig()), build_mesh(MeshConfig())
+    seed_ranks(1)
+    return mesh, build_model(MODEL, mesh, platform, PlatformConfig())
+
+
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a config and a checkpoint of random weights, as large as they must be for texts to differ."""
@@ -56,9 +67,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = TokenizerConfig(kind="sentencepiece", path=str(path))
     config = PretrainConfig(model=MODEL, data=DataConfig(tokenizer=tokenizer))
     (folder / "config.toml").write_text(dump_config(config))
-    platform, mesh = platforms.start(PlatformConfig()), build_mesh(MeshConfig())
-    seed_ranks(1)
-    chunks = build_model(MODEL, mesh, platform, PlatformConfig())
+    mesh, chunks = built()
     with torch.no_grad():
         for param in chunks[0].parameters():
             param.copy_(torch.randn(param.shape) * 0.3)
@@ -107,11 +116,9 @@ def test_folder_and_text_need_no_names(run_dir: Path, capsys: pytest.CaptureFixt
 
 def test_it_writes_the_likeliest_continuation(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = generate(capsys, "--run", run_dir, "--prompt", "the cat", "--tokens", 12)
-    tokenizer = load_tokenizer(TokenizerConfig(kind="sentencepiece", path=str(run_dir / "tokens.model")))
-    platform, mesh = platforms.start(PlatformConfig()), build_mesh(MeshConfig())
-    seed_ranks(1)
-    chunk = build_model(MODEL, mesh, platform, PlatformConfig())[0].eval()
-    load_weights([chunk], mesh, MODEL, run_dir)
+    tokenizer = sentencepiece_of(run_dir / "tokens.model")
+    mesh, (chunk,) = built()
+    load_weights([chunk.eval()], mesh, MODEL, run_dir)
     tokens = tokenizer.encode("the cat")
     with torch.no_grad():
         for _ in range(12):
@@ -129,7 +136,7 @@ def test_a_continuation_keeps_the_space_of_its_first_piece_and_has_no_end_token(
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([TEXT] * 20), model_prefix=str(tmp_path / "t"), vocab_size=60, hard_vocab_limit=False
     )
-    tokenizer = load_tokenizer(TokenizerConfig(kind="sentencepiece", path=str(tmp_path / "t.model")))
+    tokenizer = sentencepiece_of(tmp_path / "t.model")
     assert tokenizer.decode(tokenizer.encode("sat")) == "sat"
 
     def request(*, is_whole: bool) -> Request:
@@ -207,37 +214,27 @@ def chat_model(tmp_path: Path) -> ModelFolder:
     )
 
 
-@pytest.mark.parametrize("system", ["the dog", None])
-def test_a_chat_begins_and_ends_as_transformers_has_it(chat_model: ModelFolder, system: str | None) -> None:
-    args = argparse.Namespace(chat=True, prompt="the cat", system=system, answer=None)
-    request = request_of(args, chat_model)
+@pytest.mark.parametrize(("system", "answer"), [("the dog", None), (None, None), (None, "the dog")])
+def test_a_chat_begins_goes_on_and_ends_as_transformers_has_it(
+    chat_model: ModelFolder, system: str | None, answer: str | None
+) -> None:
+    request = request_of(argparse.Namespace(chat=True, prompt="the cat", system=system, answer=answer), chat_model)
     theirs = PreTrainedTokenizerFast.from_pretrained(chat_model.tokenizer.path)
-    turns = [{"role": "system", "content": system}] if system else []
-    turns.append({"role": "user", "content": "the cat"})
-    wanted = theirs.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
-    assert list(request.prompt_T) == wanted
+    given = {"system": system, "user": "the cat", "assistant": answer}
+    turns = [{"role": role, "content": content} for role, content in given.items() if content]
+    form = {"continue_final_message": True} if answer else {"add_generation_prompt": True}
+    assert list(request.prompt_T) == theirs.apply_chat_template(turns, **form, return_dict=True)["input_ids"]
     end, text = theirs.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
-    assert request.ends == {end, text}
-    assert request.text_of([*theirs.encode("sat"), end]) == "sat"
+    assert request.ends == {end, text} and (answer is None or request.shown == answer)
+    assert request.text_of([*theirs.encode(" sat" if answer else "sat"), end]) == (" sat" if answer else "sat")
     marked = argparse.Namespace(chat=False, prompt="<|im_start|>the cat<|im_end|>", system=None, answer=None)
     assert list(request_of(marked, chat_model).prompt_T) == theirs.encode(marked.prompt)
     assert request_of(marked, chat_model).ends == request.ends
 
 
-def test_an_answer_goes_on_from_its_beginning(chat_model: ModelFolder) -> None:
-    args = argparse.Namespace(chat=True, prompt="the cat", system=None, answer="the dog")
-    request = request_of(args, chat_model)
-    theirs = PreTrainedTokenizerFast.from_pretrained(chat_model.tokenizer.path)
-    turns = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "the dog"}]
-    wanted = theirs.apply_chat_template(turns, continue_final_message=True, return_dict=True)["input_ids"]
-    assert list(request.prompt_T) == wanted
-    assert request.shown == "the dog"
-    assert request.text_of(theirs.encode(" sat")) == " sat"
-
-
 def test_a_server_is_asked_for_the_text_of_its_own_weights(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The server's tokens come from a table, by the seed of each continuation and the prompt's first token."""
-    tokenizer = load_tokenizer(TokenizerConfig(kind="sentencepiece", path=str(run_dir / "tokens.model")))
+    tokenizer = sentencepiece_of(run_dir / "tokens.model")
     prompt_T = tokenizer.encode_marked("the cat")
     with FakeServer(TableAnswers(300)) as server:
         words = ("--run", run_dir, "--prompt", "the cat", "--tokens", 6, "--n", 2, "--seed", 4)
@@ -260,9 +257,7 @@ def test_a_server_with_the_runs_weights_writes_what_the_native_engine_writes(
     words = ("--run", run_dir, "--prompt", "the cat", "--tokens", 12)
     for asked in (words, (*words, "--n", 3, "--seed", 7, "--temperature", 0.8, "--top-k", 50)):
         wanted = generate(capsys, *asked)
-        platform, mesh = platforms.start(PlatformConfig()), build_mesh(MeshConfig())
-        seed_ranks(1)
-        chunks = build_model(MODEL, mesh, platform, PlatformConfig())
+        mesh, chunks = built()
         load_weights(chunks, mesh, MODEL, run_dir)
         with FakeServer(ModelAnswers(chunks, mesh, MODEL, {})) as server:
             assert generate(capsys, *asked, "--url", server.url) == wanted

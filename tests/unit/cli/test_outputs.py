@@ -112,7 +112,7 @@ def test_a_source_and_what_lies_around_it_stay(
     Path("study.toml").write_text('base = "grpo.toml"\nseeds = [1]\n[arms]\n"A" = []\n')
     Path("study.md").write_text("# What I study")
     Path("links").mkdir()
-    for ending in (".bin", ".idx", ".json"):
+    for ending in ENDINGS:
         Path(f"links/tokens{ending}").symlink_to(home / "tok.json")
     Path("busy.partial").mkdir()
     Path("busy.partial/thoughts.txt").write_text("mine")

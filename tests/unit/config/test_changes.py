@@ -95,140 +95,104 @@ class Case:
 
     before: RunConfig
     happens: Callable[[], object]
-    now: RunConfig | None = None
-    """The run that resumes; None for the same config."""
     refused: str = ""
-    """Fields in which it may not differ."""
+    """Fields in which the run that resumes may not differ."""
     other: str = ""
     """Other changed fields."""
+    now: RunConfig | None = None
+    """The run that resumes; None for the same config."""
 
 
 def nothing() -> None:
     """Leave all files as they are."""
 
 
+def pair(prefix: str, tokens: bytes, **options: Any) -> Callable[[], object]:
+    return lambda: write_pair(Path(prefix), tokens, **options)
+
+
+def text(path: str, content: str) -> Callable[[], object]:
+    return lambda: Path(path).write_text(content)
+
+
+BOTH_A = pair("there/a", b"tokens of a"), pair("there/ab", b"tokens of ab")
+TRAIN = "data.train"
 CASES = {
     "nothing": Case(pretraining(), nothing),
-    "tokens made anew with the same lengths": Case(
-        pretraining(), lambda: write_pair(Path("here/a"), b"tokens of A"), refused="data.train"
-    ),
-    "tokens of another length": Case(
-        pretraining(), lambda: write_pair(Path("here/b"), b"tokens of b and"), refused="data.train"
-    ),
-    "other documents of the same tokens": Case(
-        pretraining(), lambda: write_pair(Path("here/a"), b"tokens of a", lengths=b"4 3 5"), refused="data.train"
-    ),
-    "no checksum any more": Case(pretraining(), lambda: Path("here/a.json").unlink(), refused="data.train"),
-    "a sidecar that is not JSON": Case(
-        pretraining(), lambda: Path("here/a.json").write_text("{"), refused="data.train"
-    ),
+    "tokens made anew with the same lengths": Case(pretraining(), pair("here/a", b"tokens of A"), TRAIN),
+    "tokens of another length": Case(pretraining(), pair("here/b", b"tokens of b and"), TRAIN),
+    "other documents of the same tokens": Case(pretraining(), pair("here/a", b"tokens of a", lengths=b"4 3 5"), TRAIN),
+    "no checksum any more": Case(pretraining(), lambda: Path("here/a.json").unlink(), TRAIN),
+    "a sidecar that is not JSON": Case(pretraining(), text("here/a.json", "{"), TRAIN),
     "other text that is validated on": Case(
-        pretraining(valid=("here/b",), train=("here/a",)),
-        lambda: write_pair(Path("here/b"), b"tokens of B"),
-        other="data.valid",
+        pretraining("here/a", valid=("here/b",)), pair("here/b", b"tokens of B"), other="data.valid"
     ),
-    "data that moved": Case(pretraining(), moved(*PAIRS), now=pretraining("there/a", "there/b"), other="data.train"),
-    "one pair that moved": Case(
-        pretraining(), moved(*PAIRS[:3]), now=pretraining("there/a", "here/b"), other="data.train"
-    ),
+    "data that moved": Case(pretraining(), moved(*PAIRS), other=TRAIN, now=pretraining("there/a", "there/b")),
+    "one pair that moved": Case(pretraining(), moved(*PAIRS[:3]), other=TRAIN, now=pretraining("there/a", "here/b")),
     "data that moved to another name": Case(
-        pretraining("here/a"),
-        lambda: write_pair(Path("there/new"), b"tokens of a"),
-        now=pretraining("there/new"),
-        other="data.train",
+        pretraining("here/a"), pair("there/new", b"tokens of a"), other=TRAIN, now=pretraining("there/new")
     ),
     "data that moved beside data of a like name": Case(
         pretraining("here/a", "here/ab"),
-        lambda: (write_pair(Path("there/a"), b"tokens of a"), write_pair(Path("there/ab"), b"tokens of ab")),
+        lambda: [happens() for happens in BOTH_A],
+        other=TRAIN,
         now=pretraining("there/a", "there/ab"),
-        other="data.train",
     ),
-    "a path that is written otherwise": Case(
-        pretraining("./here//a"), nothing, now=pretraining("here/a"), other="data.train"
-    ),
+    "a path that is written otherwise": Case(pretraining("./here//a"), nothing, other=TRAIN, now=pretraining("here/a")),
     "other data elsewhere": Case(
-        pretraining("here/a"),
-        lambda: write_pair(Path("there/a"), b"tokens of A"),
-        now=pretraining("there/a"),
-        refused="data.train",
+        pretraining("here/a"), pair("there/a", b"tokens of A"), TRAIN, now=pretraining("there/a")
     ),
     "data without a checksum elsewhere": Case(
-        pretraining("here/a"),
-        lambda: write_pair(Path("there/a"), b"tokens of a", sidecar=False),
-        now=pretraining("there/a"),
-        refused="data.train",
+        pretraining("here/a"), pair("there/a", b"tokens of a", sidecar=False), TRAIN, now=pretraining("there/a")
     ),
     "data of another tool elsewhere": Case(
-        pretraining("here/plain"),
-        lambda: write_pair(Path("there/plain"), b"tokens", sidecar=False),
-        now=pretraining("there/plain"),
-        refused="data.train",
+        pretraining("here/plain"), pair("there/plain", b"tokens", sidecar=False), TRAIN, now=pretraining("there/plain")
     ),
     "data that moved away from data of a like name": Case(
-        pretraining("here/a", "here/ab"),
-        lambda: write_pair(Path("there/a"), b"tokens of a"),
-        now=pretraining("there/a", "here/ab"),
-        other="data.train",
+        pretraining("here/a", "here/ab"), BOTH_A[0], other=TRAIN, now=pretraining("there/a", "here/ab")
     ),
-    "two exchanged": Case(pretraining(), nothing, now=pretraining("here/b", "here/a"), refused="data.train"),
-    "one twice": Case(pretraining(), nothing, now=pretraining("here/a", "here/a"), refused="data.train"),
+    "two exchanged": Case(pretraining(), nothing, TRAIN, now=pretraining("here/b", "here/a")),
+    "one twice": Case(pretraining(), nothing, TRAIN, now=pretraining("here/a", "here/a")),
     "one of a repeated pair": Case(
-        pretraining("here/a", "here/b", "here/b"),
-        nothing,
-        now=pretraining("here/a", "here/a", "here/b"),
-        refused="data.train",
+        pretraining("here/a", "here/b", "here/b"), nothing, TRAIN, now=pretraining("here/a", "here/a", "here/b")
     ),
-    "one less": Case(pretraining(), nothing, now=pretraining("here/a"), refused="data.train"),
-    "one more": Case(pretraining("here/a"), nothing, now=pretraining(), refused="data.train"),
-    "a file more in a folder": Case(
-        fine_tuning(), lambda: Path("here/chats/3.jsonl").write_text("{3}"), refused="data.train"
-    ),
-    "a file less in a folder": Case(fine_tuning(), lambda: Path("here/chats/2.jsonl").unlink(), refused="data.train"),
+    "one less": Case(pretraining(), nothing, TRAIN, now=pretraining("here/a")),
+    "one more": Case(pretraining("here/a"), nothing, TRAIN, now=pretraining()),
+    "a file more in a folder": Case(fine_tuning(), text("here/chats/3.jsonl", "{3}"), TRAIN),
+    "a file less in a folder": Case(fine_tuning(), lambda: Path("here/chats/2.jsonl").unlink(), TRAIN),
     "a file that is renamed in a folder": Case(
-        fine_tuning(), lambda: Path("here/chats/1.jsonl").rename("here/chats/9.jsonl"), refused="data.train"
+        fine_tuning(), lambda: Path("here/chats/1.jsonl").rename("here/chats/9.jsonl"), TRAIN
     ),
-    "another line of the same length": Case(
-        fine_tuning(), lambda: Path("here/chats/1.jsonl").write_text("{9}"), refused="data.train"
-    ),
-    "another file in the folder that no run reads": Case(
-        fine_tuning(), lambda: Path("here/chats/notes.md").write_text("9")
-    ),
+    "another line of the same length": Case(fine_tuning(), text("here/chats/1.jsonl", "{9}"), TRAIN),
+    "another file in the folder that no run reads": Case(fine_tuning(), text("here/chats/notes.md", "9")),
     "conversations, tokenizer and template that moved": Case(
         fine_tuning(),
         lambda: Path("here").rename("there"),
-        now=fine_tuning("there"),
         other="data.train data.tokenizer.path data.chat_template",
+        now=fine_tuning("there"),
     ),
     "another template of the tokenizer": Case(
-        fine_tuning(),
-        lambda: Path("here/tokenizer/chat_template.jinja").write_text("{{b}}"),
-        refused="data.tokenizer.path",
+        fine_tuning(), text("here/tokenizer/chat_template.jinja", "{{b}}"), "data.tokenizer.path"
     ),
     "a template less": Case(
-        fine_tuning(), lambda: Path("here/tokenizer/chat_template.jinja").unlink(), refused="data.tokenizer.path"
+        fine_tuning(), lambda: Path("here/tokenizer/chat_template.jinja").unlink(), "data.tokenizer.path"
     ),
     "another tokenizer elsewhere": Case(
         fine_tuning(),
         lambda: (Path("here").rename("there"), Path("there/tokenizer/tokenizer.json").write_text("[]")),
-        now=fine_tuning("there"),
-        refused="data.tokenizer.path",
+        "data.tokenizer.path",
         other="data.train data.chat_template",
+        now=fine_tuning("there"),
     ),
-    "another template": Case(
-        fine_tuning(), lambda: Path("here/template.jinja").write_text("{{ b }}"), refused="data.chat_template"
-    ),
+    "another template": Case(fine_tuning(), text("here/template.jinja", "{{ b }}"), "data.chat_template"),
     "prompts and texts that moved": Case(
         reinforcing(),
         lambda: Path("here").rename("there"),
-        now=reinforcing("there", "there/a"),
         other="rl.prompts.files rl.ptx.tokens",
+        now=reinforcing("there", "there/a"),
     ),
-    "other prompts": Case(
-        reinforcing(), lambda: Path("here/prompts.jsonl").write_text("{5}"), refused="rl.prompts.files"
-    ),
-    "other texts with the same lengths": Case(
-        reinforcing(), lambda: write_pair(Path("here/a"), b"tokens of A"), refused="rl.ptx.tokens"
-    ),
+    "other prompts": Case(reinforcing(), text("here/prompts.jsonl", "{5}"), "rl.prompts.files"),
+    "other texts with the same lengths": Case(reinforcing(), pair("here/a", b"tokens of A"), "rl.ptx.tokens"),
 }
 
 

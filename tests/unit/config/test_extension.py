@@ -28,6 +28,7 @@ def own_module(tmp_path, monkeypatch):
 
 
 def test_a_function_is_found_in_the_working_directory(own_module):
+    assert is_extension("module:name") and is_extension("package.module:name")
     assert load_extension("rl.loss.kind", f"{own_module}:own")(1, 2) == (1, 2)
     assert choose("rl.loss.kind", f"{own_module}:own", {"grpo": None})(3) == (3,)
     assert choose("rl.loss.kind", "grpo", {"grpo": 5}) == 5
@@ -48,37 +49,29 @@ def test_what_cannot_be_found_is_refused_with_field_value_and_remedy(own_module,
         load_extension("rl.loss.kind", name)
 
 
-def test_everything_that_a_config_names_is_loaded_and_recorded_by_the_hash_of_its_source(own_module):
+def test_everything_that_a_config_names_is_loaded_and_recorded_by_the_hash_of_its_source(own_module, tmp_path):
     name = f"{own_module}:own"
+    (tmp_path / "judge.jinja").write_text("Score {{ completion }}.")
+    parts = ("judge:judge.jinja", "exact", name, "model:runs/rm", "http://node/score")
     config = RlRunConfig(
         rl=RlConfig(
             loss=loss_config(kind=name),
             advantage=advantage_config(kind=name),
             prompts=PromptConfig(task=name),
-            reward=RewardConfig(parts=("exact", name)),
+            reward=RewardConfig(parts=parts),
         )
     )
-    assert load_extensions(config) == {name: hashlib.sha256(SOURCE.encode()).hexdigest()}
-    assert load_extensions(RlRunConfig()) == {}
-
-
-def test_the_template_of_a_judge_is_recorded_by_its_hash(own_module, tmp_path):
-    (tmp_path / "judge.jinja").write_text("Score {{ completion }}.")
-    reward = RewardConfig(parts=("judge:judge.jinja", "exact", "model:runs/rm", "http://node/score"))
-    assert load_extensions(RlRunConfig(rl=RlConfig(reward=reward))) == {
-        "judge:judge.jinja": hashlib.sha256(b"Score {{ completion }}.").hexdigest()
+    assert load_extensions(config) == {
+        name: hashlib.sha256(SOURCE.encode()).hexdigest(),
+        "judge:judge.jinja": hashlib.sha256(b"Score {{ completion }}.").hexdigest(),
     }
+    assert load_extensions(RlRunConfig()) == {}
 
 
 def test_the_first_thing_that_is_missing_is_named_by_its_field(own_module):
     rewards = RewardConfig(parts=("exact", "nowhere_at_all:own"))
     with pytest.raises(ConfigError, match=r'rl\.reward\.parts names "nowhere_at_all:own"'):
         load_extensions(RlRunConfig(rl=RlConfig(reward=rewards)))
-
-
-@pytest.mark.parametrize("name", ["module:name", "package.module:name"])
-def test_names_of_the_form_are_extensions(name):
-    assert is_extension(name)
 
 
 @pytest.mark.parametrize("name", ["module:", ":name", "a/b:c", "a:b:c", "a..b:c"])

@@ -11,6 +11,12 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import ConfigError
 
 
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
 @pytest.fixture
 def folder(tmp_path):
     comment = "# GRPO, with clipping\n# per token. A second sentence.\n"
@@ -20,21 +26,15 @@ def folder(tmp_path):
         "large/grpo.toml": 'run_dir = "runs/b"\n',
     }
     for name, text in files.items():
-        path = tmp_path / "recipes" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        write(tmp_path / "recipes" / name, text)
     return tmp_path / "recipes"
 
 
-def test_a_recipe_is_found_by_its_folder_and_name(folder):
+def test_a_recipe_is_found_by_its_folder_and_name_unless_a_file_exists_or_ends_in_toml(folder, tmp_path, monkeypatch):
     assert config_file(Path("small/grpo"), folder) == folder / "small/grpo.toml"
     assert config_file(Path("small/model"), folder) == folder / "small/model.toml"
-
-
-def test_a_file_that_exists_or_ends_in_toml_is_no_recipe(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "small").mkdir()
-    (tmp_path / "small/grpo").write_text("")
+    write(tmp_path / "small/grpo", "")
     assert config_file(Path("small/grpo"), folder) == Path("small/grpo")
     assert config_file(Path("small/absent.toml"), folder) == Path("small/absent.toml")
 
@@ -45,34 +45,29 @@ def test_a_path_in_the_repository_means_the_recipe_where_there_is_no_such_file(t
     assert config_file(path) == config_file(Path(f"./{path}")) == RECIPES / "tiny_moe/grpo.toml"
     assert config_file(Path("other") / path) == Path("other") / path
     assert cluster_file("launch/clusters/example_cpu.toml") == CLUSTERS / "example_cpu.toml"
-    path.parent.mkdir(parents=True)
-    path.write_text('run_dir = "runs/mine"\n')
+    write(path, 'run_dir = "runs/mine"\n')
     assert config_file(path) == path
 
 
 @pytest.mark.parametrize("base", ["tiny_moe/grpo", "launch/recipes/tiny_moe/grpo.toml"])
 def test_a_file_extends_a_recipe_by_its_name(base, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    mine = tmp_path / "mine.toml"
-    mine.write_text(f'extends = "{base}"\nrun_dir = "runs/mine"\n')
+    mine = write(tmp_path / "mine.toml", f'extends = "{base}"\nrun_dir = "runs/mine"\n')
     assert load_config(RlRunConfig, mine) == load_config(RlRunConfig, Path("tiny_moe/grpo"), ["run_dir=runs/mine"])
     # A file next to it comes first.
     (tmp_path / "tiny_moe").mkdir()
-    (tmp_path / base).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / base).write_text("[train]\nseed = 7\n")
+    write(tmp_path / base, "[train]\nseed = 7\n")
     assert load_config(RlRunConfig, mine).train.seed == 7
 
 
 def test_a_cluster_extends_an_example_by_its_name(tmp_path):
-    mine = tmp_path / "mine.toml"
-    mine.write_text('extends = "example_h100"\nname = "mine"\n')
+    mine = write(tmp_path / "mine.toml", 'extends = "example_h100"\nname = "mine"\n')
     example = load_config(ClusterConfig, CLUSTERS / "example_h100.toml")
     assert load_config(ClusterConfig, mine) == example.model_copy(update={"name": "mine"})
 
 
 def test_a_base_that_is_no_recipe_is_named_with_the_file_that_wants_it(tmp_path):
-    mine = tmp_path / "mine.toml"
-    mine.write_text('extends = "tiny_moe/grp"\n')
+    mine = write(tmp_path / "mine.toml", 'extends = "tiny_moe/grp"\n')
     with pytest.raises(ConfigError, match=r'extends = "tiny_moe/grp" in \S*mine.toml: .*Did you mean tiny_moe/grpo'):
         load_config(RlRunConfig, mine)
 
@@ -85,10 +80,8 @@ def test_a_wrong_name_lists_the_nearest_ones(wrong, nearest, folder):
     with pytest.raises(ConfigError) as raised:
         config_file(Path(wrong), folder)
     hint = f"Did you mean {nearest}? " if nearest else ""
-    assert (
-        str(raised.value)
-        == f"There is no file {wrong}, and no recipe of that name. {hint}`mcore-rl recipes` lists them."
-    )
+    wanted = f"There is no file {wrong}, and no recipe of that name. {hint}`mcore-rl recipes` lists them."
+    assert str(raised.value) == wanted
 
 
 def test_those_that_can_be_run_are_listed_with_the_first_sentence_of_their_comment(folder):
@@ -114,12 +107,9 @@ def test_every_command_that_takes_a_config_takes_the_name_of_a_recipe(capsys, mo
 
 def test_every_summary_is_what_the_recipe_is_for_and_not_the_size_of_its_cluster():
     purposes = {"pretrain": "Pretraining", "sft": "Fine-tuning", "rm": "A reward model", "dpo": "DPO"}
+    words = "Evaluation|REINFORCE|GRPO|DAPO|CISPO|GSPO|PPO|Kimi|Pretraining|Fine-tuning|reward model|DPO|distillation"
     for recipe in recipes():
-        program = recipe.name.rpartition("/")[2]
-        assert recipe.summary.startswith(purposes.get(program, "")), recipe
-        words = (
-            "Evaluation|REINFORCE|GRPO|DAPO|CISPO|GSPO|PPO|Kimi|Pretraining|Fine-tuning|reward model|DPO|distillation"
-        )
+        assert recipe.summary.startswith(purposes.get(recipe.name.rpartition("/")[2], "")), recipe
         assert re.search(words, recipe.summary), recipe
 
 
@@ -138,7 +128,5 @@ def test_an_example_of_a_cluster_is_found_by_its_name_and_a_file_by_its_path(tmp
     with pytest.raises(SystemExit) as ended:
         cli.main(["plan", "qwen3_30b_a3b/pretrain", "--cluster", "h100", "--nodes", "2"])
     assert ended.value.code == 2
-    assert (
-        "there is no file h100, and no example of that name: example_1gpu, example_a100_apptainer, "
-        in capsys.readouterr().err
-    )
+    known = "there is no file h100, and no example of that name: example_1gpu, example_a100_apptainer, "
+    assert known in capsys.readouterr().err

@@ -111,8 +111,7 @@ def test_garbage_is_collected_together_on_several_gpus(config, asked, machine, i
     assert run_flags(run, machine).gc_interval == interval
 
 
-def test_a_plan_supposes_gpus_unless_the_run_wants_cpus():
-    for device, overlaps in (("auto", True), ("cpu", False)):
-        platform = PlatformConfig(device=device)
-        found = planned_flags(platform, MeshConfig(), TINY["llama"], 8, trains_mtp=True)
-        assert found.overlap_grad_reduce == overlaps
+@pytest.mark.parametrize(("device", "overlaps"), [("auto", True), ("cpu", False)])
+def test_a_plan_supposes_gpus_unless_the_run_wants_cpus(device, overlaps):
+    flags = planned_flags(PlatformConfig(device=device), MeshConfig(), TINY["llama"], 8, trains_mtp=True)
+    assert flags.overlap_grad_reduce == overlaps
