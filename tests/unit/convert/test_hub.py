@@ -46,11 +46,8 @@ class Answer(BaseHTTPRequestHandler):
             self.server.created.append(json.loads(body))
             self.answer({"url": f"{self.server.url}/me/tiny", "name": "me/tiny", "id": "me/tiny"})
         elif self.path.endswith("/preupload/main"):
-            files = [
-                {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
-                for file in json.loads(body)["files"]
-            ]
-            self.answer({"files": files})
+            paths = [file["path"] for file in json.loads(body)["files"]]
+            self.answer({"files": [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in paths]})
         elif self.path.endswith("/commit/main"):
             for line in map(json.loads, body.splitlines()):
                 if line["key"] == "deletedFile":
@@ -64,11 +61,8 @@ class Answer(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         siblings = [{"rfilename": name} for name in self.server.there]
         known = {"id": "me/tiny", "name": "me", "private": self.server.is_private, "siblings": siblings, "tags": []}
-        self.answer(
-            [{"type": "file", "path": name, "size": 1, "oid": "0"} for name in self.server.there]
-            if "/tree/" in self.path
-            else known
-        )
+        listed = [{"type": "file", "path": name, "size": 1, "oid": "0"} for name in self.server.there]
+        self.answer(listed if "/tree/" in self.path else known)
 
     def answer(self, content: Any) -> None:
         body = json.dumps(content).encode()

@@ -16,14 +16,9 @@ from tests.hf_models import Tensors, oracle
 WIDE = {"hidden_size": 96, "moe_intermediate_size": 64, "n_group": 1, "topk_group": 1, "num_hidden_layers": 2}
 """Whole blocks, three and two of them."""
 WEIGHTS = {
-    "actorder": None,
-    "dynamic": False,
-    "group_size": 32,
-    "num_bits": 4,
-    "strategy": "group",
-    "symmetric": True,
+    "actorder": None, "dynamic": False, "group_size": 32, "num_bits": 4, "strategy": "group", "symmetric": True,
     "type": "int",
-}
+}  # fmt: skip
 INT4: dict[str, Any] = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",

@@ -44,14 +44,9 @@ def layer(index: int) -> dict[str, Tensor]:
 
 def test_a_checkpoint_of_megatron_core_0_15_is_exported_bit_for_bit(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(
-        num_hidden_layers=2,
-        hidden_size=HIDDEN,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=FFN,
-        vocab_size=VOCAB,
-        tie_word_embeddings=False,
-    )
+        num_hidden_layers=2, hidden_size=HIDDEN, num_attention_heads=2, num_key_value_heads=1, intermediate_size=FFN,
+        vocab_size=VOCAB, tie_word_embeddings=False,
+    )  # fmt: skip
     (tmp_path / "hf").mkdir()
     config.save_pretrained(tmp_path / "hf")
     wanted = {

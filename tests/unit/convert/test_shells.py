@@ -213,16 +213,14 @@ def test_quantized_tensors_that_pass_are_refused(tmp_path: Path) -> None:
         exported(checkpoint, tmp_path / "again", reference=other)
 
 
+SEQUENCE = {"architectures": ["KimiK25ForSequenceClassification"]}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no text": ({"text_config": None}, "lacks text_config"),
     "another text": ({"text_config": {"model_type": "qwen3_next"}}, "text_config.model_type='qwen3_next'"),
     "tied or not": ({"tie_word_embeddings": None}, "lacks tie_word_embeddings"),
     "of another type": ({"text_config": ["deepseek_v3"]}, "wanted an object"),
-    "two classes": ({"architectures": ["KimiK25ForSequenceClassification"]}, "2 labels"),
-    "a score": (
-        {"architectures": ["KimiK25ForSequenceClassification"], "num_labels": 1},
-        "a score of texts and images",
-    ),
+    "two classes": (SEQUENCE, "2 labels"),
+    "a score": (SEQUENCE | {"num_labels": 1}, "a score of texts and images"),
 }
 
 
@@ -291,21 +289,19 @@ def trained(checkpoint: Path, load: Path, run_dir: Path) -> Path:
 
 
 WAYS: dict[str, Callable[[Path, Path, Path], Path]] = {
-    "a relayout": lambda _, checkpoint, folder: relaid(checkpoint, folder / "new", KeyLayout("local", "each")),
-    "a run": lambda _, checkpoint, folder: trained(checkpoint, checkpoint, folder / "a"),
-    "a run from the folder of imports": lambda _, checkpoint, folder: trained(
-        checkpoint, checkpoint.parent, folder / "a"
+    "a relayout": lambda _, made, folder: relaid(made, folder / "new", KeyLayout("local", "each")),
+    "a run": lambda _, made, folder: trained(made, made, folder / "a"),
+    "a run from the folder of imports": lambda _, made, folder: trained(made, made.parent, folder / "a"),
+    "a run from a run": lambda _, made, folder: trained(
+        made, trained(made, made, folder / "a").parents[1], folder / "b"
     ),
-    "a run from a run": lambda _, checkpoint, folder: trained(
-        checkpoint, trained(checkpoint, checkpoint, folder / "a").parents[1], folder / "b"
+    "a run from a relayout": lambda _, made, folder: trained(
+        made, relaid(made, folder / "new", KeyLayout("te", "each")), folder / "a"
     ),
-    "a run from a relayout": lambda _, checkpoint, folder: trained(
-        checkpoint, relaid(checkpoint, folder / "new", KeyLayout("te", "each")), folder / "a"
+    "a relayout of a run": lambda _, made, folder: relaid(
+        trained(made, made, folder / "a"), folder / "new", KeyLayout("te", "each")
     ),
-    "a relayout of a run": lambda _, checkpoint, folder: relaid(
-        trained(checkpoint, checkpoint, folder / "a"), folder / "new", KeyLayout("te", "each")
-    ),
-    "a run from a Hugging Face folder": lambda source, checkpoint, folder: trained_from(source, checkpoint, folder),
+    "a run from a Hugging Face folder": lambda source, made, folder: trained_from(source, made, folder),
 }
 
 
