@@ -29,12 +29,12 @@ def test_a_gpu_is_known_by_the_name_that_cuda_gives(device_name, bf16_tflops):
     assert known_peak_tflops(device_name, "bf16") == bf16_tflops
 
 
-def test_the_configured_peak_wins():
+def test_the_configured_peak_wins_on_shared_cores_none_is_guessed_and_an_unknown_one_is_asked_for(monkeypatch):
     assert peak_flops(torch.device("cpu"), "fp32", configured_tflops=1.5) == 1.5e12
-
-
-def test_on_shared_cores_no_peak_is_guessed():
     assert peak_flops(torch.device("cpu"), "fp32", configured_tflops="auto") is None
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "Some New GPU")
+    with pytest.raises(ConfigError, match=r"fp8 peak of Some New GPU is not known: set log\.peak_tflops"):
+        peak_flops(torch.device("cuda"), "fp8", configured_tflops="auto")
 
 
 def test_the_measured_peak_is_that_of_the_fastest_product(monkeypatch):
@@ -51,9 +51,3 @@ def test_measuring_draws_nothing_from_the_generator_of_dropout():
     before = torch.get_rng_state()
     measured_peak_flops(torch.device("cpu"), torch.float32, budget_s=0.0)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_peak_that_cannot_be_measured_is_asked_for(monkeypatch):
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "Some New GPU")
-    with pytest.raises(ConfigError, match=r"fp8 peak of Some New GPU is not known: set log\.peak_tflops"):
-        peak_flops(torch.device("cuda"), "fp8", configured_tflops="auto")

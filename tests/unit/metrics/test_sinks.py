@@ -35,13 +35,6 @@ def test_a_line_tells_of_all_steps_since_the_last_one(tmp_path):
     ]
 
 
-def test_what_is_pending_is_told_when_the_log_is_closed(tmp_path):
-    log = jsonl_log(tmp_path / "m", interval=10)
-    log.write(1, [Metric("train/lr", 1.5)])
-    log.close()
-    assert records(tmp_path / "m") == [{"step": 1, "train/lr": 1.5}]
-
-
 @pytest.mark.parametrize("killed_after", [5, 6, 8])
 def test_sums_over_steps_survive_a_kill_when_checkpoints_flush_them(tmp_path, killed_after):
     """A checkpoint at steps 5 and 10; the log that is killed is not closed, and the next one starts at step 5."""
@@ -61,11 +54,13 @@ def test_sums_over_steps_survive_a_kill_when_checkpoints_flush_them(tmp_path, ki
     assert loads == [[[5, 15]], [[5, 40]]]
 
 
-def test_an_evaluation_does_not_wait_for_the_interval(tmp_path):
+def test_an_evaluation_does_not_wait_for_the_interval_and_what_is_pending_is_written_at_the_end(tmp_path):
     log = jsonl_log(tmp_path / "m", interval=10)
     log.write(4, [Metric("train/lr", 1.5)])
     log.write_now(4, [Metric("eval/loss_nats", 6.0, 2)])
     assert records(tmp_path / "m") == [{"step": 4, "eval/loss_nats": 3}]
+    log.close()
+    assert records(tmp_path / "m")[1:] == [{"step": 4, "train/lr": 1.5}]
 
 
 @pytest.mark.parametrize(
@@ -197,12 +192,6 @@ def test_updates_whose_groups_all_lack_a_signal_say_so(num_without_signal, norm,
     assert text.getvalue() == f"step    4/2000 | reward 1.000 | lr 1.00e-05 | {cells}\n"
 
 
-def test_a_loss_that_is_not_finite_is_shown_as_it_is():
-    text, sink = console_text()
-    sink.write(1, {"train/loss_nats": math.nan, "train/grad_norm": math.inf})
-    assert text.getvalue() == "step    1/2000 | loss nan | grad norm inf\n"
-
-
 def test_time_left_follows_the_pace_of_the_steps(monkeypatch):
     clock_s = iter([100.0, 104.0])
     monkeypatch.setattr("time.monotonic", lambda: next(clock_s))
@@ -212,10 +201,12 @@ def test_time_left_follows_the_pace_of_the_steps(monkeypatch):
     assert text.getvalue().splitlines()[1] == "step   12/2000 | lr 1.00e-03 | 1:06:16 left"
 
 
-def test_brackets_in_an_event_are_text():
+def test_brackets_in_an_event_are_text_and_a_loss_that_is_not_finite_is_shown_as_it_is():
     text, sink = console_text()
     sink.message(3, "unknown key [bold]", {"path": "a[0]"})
-    assert text.getvalue() == "unknown key [bold] | path a[0]\n"
+    sink.write(4, {"train/loss_nats": math.nan, "train/grad_norm": math.inf})
+    shown = ["unknown key [bold] | path a[0]", "step    4/2000 | loss nan | grad norm inf"]
+    assert text.getvalue().splitlines() == shown
 
 
 def test_tensorboard_shows_steps_that_ran_again_once(tmp_path, capsys):

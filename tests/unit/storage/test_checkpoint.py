@@ -48,22 +48,18 @@ def test_a_checkpoint_with_a_missing_marker_or_a_short_file_is_not_complete(tmp_
     make_checkpoint(path_of_step(tmp_path, 2), 2, complete=False)
     (make_checkpoint(path_of_step(tmp_path, 3), 3) / "__0_0.distcp").write_bytes(b"123")
     assert [path.name for path in complete_in(tmp_path)] == ["iter_0000001"]
-    with pytest.raises(
-        CheckpointError, match=r"iter_0000003 is damaged: its file __0_0.distcp has 3 bytes, 5 were.*iter_0000001"
-    ):
+    damage = r"iter_0000003 is damaged: its file __0_0.distcp has 3 bytes, 5 were.*iter_0000001"
+    with pytest.raises(CheckpointError, match=damage):
         check(path_of_step(tmp_path, 3))
 
 
-def test_publishing_renames_the_checkpoint_and_updates_latest(tmp_path: Path) -> None:
-    publish(make_checkpoint(tmp_path / "writing_a", 5), path_of_step(tmp_path, 5))
+def test_publishing_renames_the_checkpoint_updates_latest_and_replaces_an_old_one_of_the_step(tmp_path: Path) -> None:
+    old = path_of_step(tmp_path, 5)
+    publish(make_checkpoint(tmp_path / "writing_a", 5), old)
     assert names(tmp_path) == ["iter_0000005", "latest_checkpointed_iteration.txt"]
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "5\n"
-
-
-def test_a_step_saved_once_more_replaces_the_old_one(tmp_path: Path) -> None:
-    old = make_checkpoint(path_of_step(tmp_path, 5), 5)
     (old / "old").touch()
-    publish(make_checkpoint(tmp_path / "writing_a", 5), old)
+    publish(make_checkpoint(tmp_path / "writing_b", 5), old)
     assert not (old / "old").exists() and check(old).step == 5
     delete(superseded(tmp_path, keep="all"))
     assert names(tmp_path) == ["iter_0000005", "latest_checkpointed_iteration.txt"]

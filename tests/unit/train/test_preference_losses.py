@@ -138,14 +138,9 @@ def test_losses_and_gradients_are_the_closed_forms(kind, one_rank):
     reference = REFERENCE if config.uses_reference else torch.zeros(len(SHAPES))
     total, slopes = 0.0, dict.fromkeys(rows, 0.0)
     for (chosen, rejected), margin, p in zip(PAIRS, MARGINS, PROBABILITIES, strict=True):
-        loss, dc, dr = closed_form(
-            config,
-            *(sums[chosen], sums[rejected]),
-            *(reference[chosen].item(), reference[rejected].item()),
-            *(SHAPES[chosen][1], SHAPES[rejected][1]),
-            margin,
-            p,
-        )
+        logprobs, references = (sums[chosen], sums[rejected]), (reference[chosen].item(), reference[rejected].item())
+        lengths = SHAPES[chosen][1], SHAPES[rejected][1]
+        loss, dc, dr = closed_form(config, *logprobs, *references, *lengths, margin, p)
         total += loss
         slopes[chosen] += dc
         slopes[rejected] += dr
@@ -205,24 +200,17 @@ def test_losses_are_those_of_trl(settings, is_mean, one_rank):
     lengths = torch.tensor([answer for _, answer in SHAPES]) if is_mean else torch.ones(len(SHAPES))
     ours, ref = logps / lengths, REFERENCE / lengths
     chosen, rejected = torch.tensor(PAIRS).unbind(1)
-    losses = trl_losses(
-        config.loss,
-        config.beta,
-        config.target_margin,
-        config.label_smoothing,
-        *(ours[chosen], ours[rejected], ref[chosen], ref[rejected]),
-    )
+    options = (config.loss, config.beta, config.target_margin, config.label_smoothing)
+    losses = trl_losses(*options, ours[chosen], ours[rejected], ref[chosen], ref[rejected])
     assert sums["loss"].item() == pytest.approx(losses.sum().item(), abs=1e-9)
     rewards = config.beta * (ours - ref if config.uses_reference else ours)
     assert sums["chosen_reward"].item() == pytest.approx(rewards[chosen].sum().item(), abs=1e-9)
     assert sums["rejected_reward"].item() == pytest.approx(rewards[rejected].sum().item(), abs=1e-9)
     assert sums["right"].item() == (rewards[chosen] > rewards[rejected]).sum().item()
-    metrics = {
-        metric.name: metric.value / metric.count for metric in head.metrics({k: float(v) for k, v in sums.items()})
-    }
-    assert metrics["pairs/reward_margin"] == pytest.approx(
-        (rewards[chosen] - rewards[rejected]).mean().item(), abs=1e-9
-    )
+    found = head.metrics({name: float(value) for name, value in sums.items()})
+    metrics = {metric.name: metric.value / metric.count for metric in found}
+    margin = (rewards[chosen] - rewards[rejected]).mean().item()
+    assert metrics["pairs/reward_margin"] == pytest.approx(margin, abs=1e-9)
     assert metrics["pairs/chosen_logprob"] == pytest.approx(logps[chosen].mean().item(), abs=1e-9)
 
 

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -73,9 +74,10 @@ def test_a_dead_writer_is_taken_over(tmp_path: Path) -> None:
     run_ranks(claimed, 1, tmp_path)
 
 
-def test_another_process_with_the_pid_of_a_dead_writer_is_not_taken_for_it(tmp_path: Path) -> None:
-    here = os.uname().nodename
-    assert run_ranks(claimed_after, 1, tmp_path, attempt(os.getpid(), born=1))[0] == here
+@pytest.mark.parametrize("other", [{"born": 1}, {"host": "elsewhere"}], ids=["another process", "another host"])
+def test_a_writer_that_does_not_live_here_is_taken_over(other: dict[str, Any], tmp_path: Path) -> None:
+    """It has the pid of a process that does."""
+    assert run_ranks(claimed_after, 1, tmp_path, attempt(os.getpid(), **other))[0] == os.uname().nodename
 
 
 def test_a_zombie_is_dead(tmp_path: Path) -> None:
@@ -87,10 +89,6 @@ def test_a_zombie_is_dead(tmp_path: Path) -> None:
         time.sleep(0.01)
     run_ranks(claimed_after, 1, tmp_path, writer)
     process.join()
-
-
-def test_a_writer_on_another_host_is_taken_over(tmp_path: Path) -> None:
-    assert run_ranks(claimed_after, 1, tmp_path, attempt(os.getpid(), host="elsewhere"))[0] != "elsewhere"
 
 
 def lost(path: Path) -> list[str]:

@@ -50,22 +50,13 @@ WANTED: dict[str, dict[str, Any]] = {
     "qwen3_5_text": DENSE | GATED,
     "gpt_oss": GROUPED
     | {
-        "num_experts": 8,
-        "swiglu": False,
-        "quick_geglu": True,
-        "glu_linear_offset": 1.0,
-        "activation_func_clamp_value": 7.0,
-        "add_bias_linear": True,
-        "add_qkv_bias": True,
-        "qk_layernorm": False,
-        "softmax_type": "learnable",
-        "window_size": (7, 0),
-        "window_attn_skip_freq": 2,
-        "position_embedding_type": "yarn",
-        "yarn_rotary_scaling_factor": 32.0,
+        "num_experts": 8, "swiglu": False, "quick_geglu": True, "glu_linear_offset": 1.0,
+        "activation_func_clamp_value": 7.0, "add_bias_linear": True, "add_qkv_bias": True, "qk_layernorm": False,
+        "softmax_type": "learnable", "window_size": (7, 0), "window_attn_skip_freq": 2,
+        "position_embedding_type": "yarn", "yarn_rotary_scaling_factor": 32.0,
         "yarn_correction_range_round_to_int": False,
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES)
