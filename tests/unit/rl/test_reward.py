@@ -252,15 +252,9 @@ def test_steps_of_parts_are_weighed_and_those_with_the_same_end_added(own_module
 @pytest.mark.full
 def test_bad_steps_are_counted_by_their_kind(own_module):
     texts = (
-        "[(0, 1.0)]",
-        "[(2, 1), (2, 1)]",
-        "[(99, 1.0)]",
-        "[3.0]",
-        "[(1.5, 2)]",
-        "[(True, 1.0)]",
-        "[(1, float('nan'))]",
-        "[]",
-    )
+        "[(0, 1.0)]", "[(2, 1), (2, 1)]", "[(99, 1.0)]", "[3.0]", "[(1.5, 2)]", "[(True, 1.0)]",
+        "[(1, float('nan'))]", "[]",
+    )  # fmt: skip
     scores = scored(RewardConfig(parts=(f"{own_module}:evaluated",), error_value=-1.0), text_group("", *texts))
     assert [failed.failure.kind for failed in scores.failures] == ["bad_steps"] * 6 + ["not_finite"]
     assert scores.rewards_PG.tolist() == [[-1, -1, -1, -1, -1, -1, -1, 0]]

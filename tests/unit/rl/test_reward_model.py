@@ -58,19 +58,9 @@ def groups() -> list[Group]:
 
 
 def config_of(path: Path, *overrides: str) -> RlRunConfig:
-    config = load_config(
-        RlRunConfig,
-        None,
-        [
-            f"rl.reward.parts=['model:{path}']",
-            "rl.prompts.task=copying",
-            "rl.prompts.max_tokens=8",
-            "rl.rollout.max_new_tokens=12",
-            "rl.update.max_tokens_per_microbatch=24",
-            *overrides,
-        ],
-    )
-    return config.model_copy(update={"model": MODEL})
+    words = [f"rl.reward.parts=['model:{path}']", "rl.prompts.task=copying", "rl.prompts.max_tokens=8"]
+    words += ["rl.rollout.max_new_tokens=12", "rl.update.max_tokens_per_microbatch=24", *overrides]
+    return load_config(RlRunConfig, None, words).model_copy(update={"model": MODEL})
 
 
 @pytest.fixture(scope="module")
@@ -108,18 +98,10 @@ def test_packed_scores_are_those_of_each_completion_alone(store, checkpoint, one
     config = config_of(path, f"rl.reward.model_store={store}")
     platform = start(PlatformConfig())
     source = source_of(f"model:{path}", config, Tokenizer.__new__(Tokenizer))
-    frozen = FrozenModel(
-        source.model, source.path, one_rank, platform, config.platform, store=store, verify_checksums=True
-    )
-    model = RewardModel(
-        source,
-        whole_reader,
-        frozen,
-        one_rank,
-        platform.device,
-        packed_length=config.packed_length,
-        packed_multiple=config.packed_multiple,
-    )
+    place = (source.model, source.path, one_rank, platform, config.platform)
+    frozen = FrozenModel(*place, store=store, verify_checksums=True)
+    packing = {"packed_length": config.packed_length, "packed_multiple": config.packed_multiple}
+    model = RewardModel(source, whole_reader, frozen, one_rank, platform.device, **packing)
     for _ in range(2):
         scores_PG = values(model.outcomes(groups())).view(3, 2)
         torch.testing.assert_close(scores_PG, alone_PG, **ROUNDING)
@@ -191,13 +173,12 @@ def test_texts_are_tokenised_again_for_a_model_with_a_tokenizer_of_its_own(check
     whole, steps = f"model:{path}", f"step_model:{path}"
     with pytest.raises(ConfigError, match=r"Set rl.reward.model_chat_template"):
         source_of(whole, config_of(path, named), policy)
-    config = config_of(
-        path,
-        named,
+    words = (
         f"rl.reward.parts=['{whole}','{steps}']",
         "rl.reward.model_chat_template=raw",
         "rl.reward.step_value=score",
     )
+    config = config_of(path, named, *words)
     models = load_reward_models(config, policy, one_rank, start(PlatformConfig()))
     found = models.outcomes([group], are_counted=True)
     first, both = score_of(path, one_rank, [2, 3]), score_of(path, one_rank, [2, 3, 4, 1])

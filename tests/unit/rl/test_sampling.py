@@ -60,25 +60,18 @@ def test_a_token_is_where_the_sum_of_the_law_passes_the_uniform(cut: Cut, one_ra
 
 
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-def test_logprobs_are_of_the_whole_tempered_distribution(cut: Cut, one_rank: Mesh) -> None:
+def test_logprobs_are_of_the_whole_tempered_distribution_and_the_kept_mass_of_what_may_be_drawn(
+    cut: Cut, one_rank: Mesh
+) -> None:
+    """The negative log of the mass is KL(cut || whole), which is summed here over the whole vocabulary."""
     logits_BV = logits_of(64)
     drawn = draw(logits_BV, torch.full((64,), 0.5).double(), cut, one_rank.tp, vocab_size=VOCAB)
-    wanted_BV = (logits_BV[:, :VOCAB].double() / cut.temperature).log_softmax(1)
-    wanted_B = wanted_BV.gather(1, drawn.tokens_B[:, None]).squeeze(1)
+    whole_BV = (logits_BV[:, :VOCAB].double() / cut.temperature).log_softmax(1)
+    wanted_B = whole_BV.gather(1, drawn.tokens_B[:, None]).squeeze(1)
     torch.testing.assert_close(drawn.logprobs_B, wanted_B, rtol=0, atol=2e-6)
-
-
-@pytest.mark.matrix("top_k", "top_p", "all")
-@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-def test_the_kept_mass_is_the_probability_of_what_may_be_drawn(cut: Cut, one_rank: Mesh) -> None:
-    """Its negative log is KL(cut || whole), which is summed here over the whole vocabulary."""
-    logits_BV = logits_of(64)
-    drawn = draw(logits_BV, torch.full((64,), 0.5).double(), cut, one_rank.tp, vocab_size=VOCAB)
-    whole_BV = (logits_BV[:, :VOCAB].double() / (cut.temperature or 1.0)).softmax(1)
-    if cut.temperature:
-        cut_BV = torch.stack([probabilities(logits_V, cut) for logits_V in logits_BV])[:, :VOCAB].double()
-        kl_B = (torch.special.xlogy(cut_BV, cut_BV) - torch.special.xlogy(cut_BV, whole_BV)).sum(1)
-        torch.testing.assert_close(-drawn.kept_logprobs_B, kl_B, rtol=0, atol=2e-6)
+    cut_BV = torch.stack([probabilities(logits_V, cut) for logits_V in logits_BV])
+    kl_B = (torch.special.xlogy(cut_BV, cut_BV) - torch.special.xlogy(cut_BV, whole_BV.exp())).sum(1)
+    torch.testing.assert_close(-drawn.kept_logprobs_B, kl_B, rtol=0, atol=2e-6)
 
 
 def test_temperature_zero_takes_the_likeliest_and_of_equals_the_first(one_rank: Mesh) -> None:

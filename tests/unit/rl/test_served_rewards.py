@@ -163,11 +163,9 @@ def test_a_server_that_is_down_at_the_start_is_refused_before_work(server: Serve
     config = RewardConfig(parts=("exact", url), max_failed_fraction=max_failed_fraction, server=settings)
     with pytest.raises(TrainingError) as caught:
         tried(config)
-    assert f'rl.reward.parts "{url}" gave no score for any of 4 reference answers, before the start' in str(
-        caught.value
-    )
-    assert "Connection refused" in str(caught.value)
-    assert "Start the server" in str(caught.value)
+    message = str(caught.value)
+    assert f'rl.reward.parts "{url}" gave no score for any of 4 reference answers, before the start' in message
+    assert "Connection refused" in message and "Start the server" in message
 
 
 @pytest.mark.full
@@ -216,36 +214,16 @@ def test_a_judge_is_asked_by_a_template_and_its_last_score_counts(server, tmp_pa
 
 
 JUDGED: dict[str, float | str] = {
-    "Score: 7": 7,
-    "Score: -3": -3,
-    "Score: \N{MINUS SIGN}3": -3,
-    "score = -0.5": -0.5,
-    "Score: .5": 0.5,
-    "Score: 1e-1": 0.1,
-    "Score: 1,000": 1000,
-    "Score: 3 1/2": 3.5,
-    "Score: 10.": 10,
-    "Score: 08": 8,
-    "**Score:** **7/10**": 7,
-    "Score 9 of 10": 9,
-    "Score (0-10): 7": 7,
-    "Score (out of 10): 7": 7,
-    "Final score - 4": 4,
-    "Scores: 4": 4,
-    '{"final_score": 7}': 7,
-    "Score for clarity: 3\nScore: 9": 9,
-    "Score: 3 - could be 5. Score: 4": 4,
-    "I would score 2 points for this. Total: 8": 8,
-    "Score: 7. A score of 5 is average": 7,
-    "Score: 9\n- 3 facts are right": 9,
-    "The score: nine": "no score",
-    "Score (10 at most): none": "no score",
-    "Score: 7-8": "no single number for the score 'Score: 7'",
-    "Score: 7 or 8": "no single number",
-    "Score: 7,5": "no single number",
-    "Score: 1.2.3": "no single number",
+    "Score: 7": 7, "Score: -3": -3, "Score: \N{MINUS SIGN}3": -3, "score = -0.5": -0.5, "Score: .5": 0.5,
+    "Score: 1e-1": 0.1, "Score: 1,000": 1000, "Score: 3 1/2": 3.5, "Score: 10.": 10, "Score: 08": 8,
+    "**Score:** **7/10**": 7, "Score 9 of 10": 9, "Score (0-10): 7": 7, "Score (out of 10): 7": 7,
+    "Final score - 4": 4, "Scores: 4": 4, '{"final_score": 7}': 7, "Score for clarity: 3\nScore: 9": 9,
+    "Score: 3 - could be 5. Score: 4": 4, "I would score 2 points for this. Total: 8": 8,
+    "Score: 7. A score of 5 is average": 7, "Score: 9\n- 3 facts are right": 9, "The score: nine": "no score",
+    "Score (10 at most): none": "no score", "Score: 7-8": "no single number for the score 'Score: 7'",
+    "Score: 7 or 8": "no single number", "Score: 7,5": "no single number", "Score: 1.2.3": "no single number",
     "Score: 1e999": "no single number",
-}
+}  # fmt: skip
 """Answers of a judge -> the score, or the beginning of the reason why it has failed."""
 
 

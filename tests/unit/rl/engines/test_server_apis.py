@@ -76,13 +76,9 @@ def test_all_rules_of_sampling_are_sent_and_the_answer_is_read(server: FakeServe
     else:
         sent = common | {"sampling_seed": 11, "top_k": -1, "max_new_tokens": 5, "no_stop_trim": True}
         assert body == {
-            "rid": "a1",
-            "input_ids": [5, 6],
-            "extra_key": "v3",
-            "sampling_params": sent,
-            "return_logprob": True,
+            "rid": "a1", "input_ids": [5, 6], "extra_key": "v3", "sampling_params": sent, "return_logprob": True,
             "return_routed_experts": False,
-        }
+        }  # fmt: skip
 
 
 CYCLE: dict[str, list[tuple[str, dict[str, object]]]] = {

@@ -349,12 +349,11 @@ ALL_BYTES = 4 * 96 * 64 * 2 + 64 * 4
 
 
 @pytest.fixture
-def servers() -> Iterator[tuple[FakeServer, FakeServer]]:
+def servers(one_rank: Mesh) -> Iterator[tuple[FakeServer, FakeServer]]:
     with FakeServer(Stored()) as one, FakeServer(Stored()) as other:
         yield one, other
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_differences_bring_the_same_bits_as_whole_weights(
     servers: tuple[FakeServer, FakeServer], tmp_path: Path
 ) -> None:
@@ -370,12 +369,10 @@ def test_differences_bring_the_same_bits_as_whole_weights(
     for changed, all_bytes in sent[1:]:
         assert changed < ALL_BYTES / 6 and all_bytes == ALL_BYTES
     # Differences to what came in another run are of no use any more.
-    assert [kept[0].split()[0] for kept in by_difference.engine.bases._kept.values()] == [
-        runs[0].differences._first
-    ] * 5
+    firsts = [kept[0].split()[0] for kept in by_difference.engine.bases._kept.values()]
+    assert firsts == [runs[0].differences._first] * 5
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_a_push_whose_answers_are_lost_applies_each_difference_once(
     servers: tuple[FakeServer, FakeServer], tmp_path: Path
 ) -> None:
@@ -412,7 +409,6 @@ def test_a_worker_applies_a_difference_once_and_to_its_version_alone(tmp_path: P
     assert bases.take({**file("other 1", ""), "name": "y 0"}) == "" and [*bases._kept] == ["y 0"]
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_a_server_that_was_restarted_gets_all_bytes_in_the_same_push(
     servers: tuple[FakeServer, FakeServer], tmp_path: Path
 ) -> None:
@@ -430,7 +426,6 @@ def test_a_server_that_was_restarted_gets_all_bytes_in_the_same_push(
     assert [server.paths().count("/update_weights") for server in servers] == [20, 20]
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_a_run_that_is_resumed_sends_all_bytes_first(servers: tuple[FakeServer, FakeServer], tmp_path: Path) -> None:
     run = Run(*servers, folder=tmp_path)
     run.push()
@@ -448,7 +443,6 @@ def flip(data: bytearray | Tensor, place: int) -> None:
     data[place] ^= 1
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_a_damaged_difference_or_base_is_refused_and_the_bytes_come_whole(
     servers: tuple[FakeServer, FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -478,7 +472,6 @@ def test_a_damaged_difference_or_base_is_refused_and_the_bytes_come_whole(
     run.assert_arrived(*servers)
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_a_file_that_is_damaged_also_when_it_is_whole_fails_the_server(
     servers: tuple[FakeServer, FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -491,7 +484,6 @@ def test_a_file_that_is_damaged_also_when_it_is_whole_fails_the_server(
     run.assert_arrived(servers[0])
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_a_bucket_of_which_more_than_half_would_be_sent_goes_whole(
     servers: tuple[FakeServer, FakeServer], tmp_path: Path
 ) -> None:
@@ -503,7 +495,6 @@ def test_a_bucket_of_which_more_than_half_would_be_sent_goes_whole(
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("one_rank")
 def test_fifty_pushes_with_faults_of_all_kinds_end_with_the_trainers_bits(
     servers: tuple[FakeServer, FakeServer], tmp_path: Path
 ) -> None:

@@ -13,17 +13,15 @@ import torch
 from torch import nn
 
 from mcore_rl.data.chat import Conversation
-from mcore_rl.data.packing import PackingLimits
 from mcore_rl.megatron.mesh import Mesh
-from mcore_rl.megatron.schedule import run_pass
-from mcore_rl.rl.batch import LogprobHead, evaluating, make_microbatch
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.native.engine import MegatronEngine
 from mcore_rl.rl.environments.conversations import _Draft
-from mcore_rl.rl.types import Completion, Group, Prompt, SampleShape, TrainedSample, single_version
+from mcore_rl.rl.types import Completion, Group, Prompt, single_version
 from tests.conversing import END, LETTERS, chat_of, config_of, conversations_of, held, problems, sampling, seeds_of
-from tests.hf_models import VOCAB, Oracle
+from tests.hf_models import Oracle
 from tests.unit.rl.engines.test_served import served
+from tests.unit.rl.environments.test_agents import trained_logprobs
 
 SIX = problems(*"123456")
 
@@ -34,32 +32,14 @@ def test_masks_and_logprobs_are_those_of_a_teacher_forced_pass_over_the_whole_co
     groups = held(config_of(theirs.ours), engine, folder, one_rank, SIX)
     pairs = [(group.prompt, one) for group in groups for one in group.completions]
     assert max(len(one.episode.turns) for _, one in pairs) >= 4
-    samples = {
-        index: TrainedSample(
-            tokens_T=torch.tensor(prompt.tokens_T + one.tokens_T),
-            rollout_logprobs_C=torch.tensor(one.logprobs_T),
-            shape=SampleShape(
-                replica_rank=0,
-                num_prompt_tokens=len(prompt.tokens_T),
-                num_completion_tokens=len(one.tokens_T),
-                is_trained=True,
-                sampled_spans=one.sampled_spans,
-            ),
-        )
-        for index, (prompt, one) in enumerate(pairs)
-    }
-    limits = PackingLimits(max_tokens=4096, multiple=1, sample_multiple=1)
-    batch = make_microbatch(samples, list(samples), limits, one_rank.cp, torch.device("cpu"))
-    head = LogprobHead(one_rank, VOCAB, temperature=1.0, chunk_tokens=64)
-    with torch.no_grad(), evaluating(chunks):
-        (output,) = run_pass(chunks, [batch], head, backward=False)
-    difference_T = (output["logprobs"] - batch.rollout_logprobs_T).abs()
+    batch, logprobs_T = trained_logprobs(chunks, one_rank, pairs)
+    difference_T = (logprobs_T - batch.rollout_logprobs_T).abs()
     assert difference_T[batch.mask_T].max() < 1e-5
     assert batch.lengths_N.tolist() == [one.num_sampled for _, one in pairs]
     sampled = [[token for start, end in one.sampled_spans for token in one.tokens_T[start:end]] for _, one in pairs]
     assert batch.inputs.labels_Bs[0][batch.mask_T].tolist() == [token for tokens in sampled for token in tokens]
     assert torch.equal(batch.mask_T, batch.completion_mask_T)
-    assert all(not output["logprobs"][~batch.mask_T].any() for _ in pairs)
+    assert not logprobs_T[~batch.mask_T].any()
 
 
 @pytest.mark.full
@@ -282,9 +262,7 @@ def test_a_conversation_that_goes_on_after_an_update_has_the_versions_of_its_tur
             [prompt] = problems("")
             [one] = conversations.hold_group(0, prompt, rules, [4]).completions
         first_end = one.episode.turns[0].end
-        assert [(span.version, span.start, span.end) for span in one.versions] == [
-            (0, 0, first_end),
-            (7, first_end, len(one.tokens_T)),
-        ]
+        spans = [(span.version, span.start, span.end) for span in one.versions]
+        assert spans == [(0, 0, first_end), (7, first_end, len(one.tokens_T))]
     finally:
         engine.update_weights(0)

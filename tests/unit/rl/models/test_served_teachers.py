@@ -114,14 +114,11 @@ def test_an_answer_that_is_missing_or_short_is_asked_for_again_and_then_ends_the
     monkeypatch.setattr(served_teachers, "FIRST_PAUSE_S", 0.05)
     distill = distill_of(server)
     server.faults = [("probe", fault)]
-    teachers = ServedTeachers(
-        distill.model_copy(update={"server": distill.server.model_copy(update={"timeout_s": 9})}), MODEL, never
-    )
-    answers = teachers.answers(teachers.ask([ONE]))
-    assert [answer.flatten().tolist() for answer in answers[0] if answer is not None] == [
-        pytest.approx([-2.40, -3.41]),
-        pytest.approx([-2.42]),
-    ]
+    patient = distill.model_copy(update={"server": distill.server.model_copy(update={"timeout_s": 9})})
+    teachers = ServedTeachers(patient, MODEL, never)
+    (answers,) = teachers.answers(teachers.ask([ONE]))
+    wanted = [pytest.approx([-2.40, -3.41]), pytest.approx([-2.42])]
+    assert [answer.flatten().tolist() for answer in answers if answer is not None] == wanted
     assert teachers.take_retries() == 1 and teachers.take_retries() == 0
     teachers.close()
     server.faults = [("probe", f"always {fault}")]

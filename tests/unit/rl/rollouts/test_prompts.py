@@ -107,35 +107,26 @@ def test_files_are_mixed_by_weight_and_a_resume_takes_the_next_prompts(tmp_path:
     assert len(evaluated) == 10, "the weights are of the files to train on"
 
 
-def test_a_file_with_a_weight_and_no_prompt_that_fits_is_refused(tmp_path: Path) -> None:
+def test_files_in_which_no_prompt_fits_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "ok"}')
     (tmp_path / "b.jsonl").write_text(json.dumps({"prompt": "x" * 65}))
     files = (str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"))
     with pytest.raises(DataError, match=r"b\.jsonl has the weight 2.0 in rl\.prompts\.file_weights"):
         train_prompts(PromptConfig(files=files, file_weights=(1, 2)), (), encoder(), seed=0)
-
-
-def test_a_file_of_long_prompts_only_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"all 1 prompts are too long: .* has 9 tokens, .*max_tokens=8"):
         train_prompts(file_of(tmp_path, {"prompt": "x" * 9}), (), encoder(8), seed=0)
 
 
-def test_a_conversation_as_prompt_goes_through_the_chat_template(tmp_path: Path) -> None:
+def test_a_conversation_as_prompt_goes_through_the_chat_template_and_may_begin_the_answer(tmp_path: Path) -> None:
     turns = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"}]
-    config = file_of(tmp_path, {"prompt": turns, "answer": "Hello"}, {"prompt": [{"content": "no role"}]})
-    read = read_problems(config)
-    (problem,) = read.problems
-    assert (problem.prompt, problem.answer) == ("Hi", "Hello")
+    begun = [turns[1], {"role": "assistant", "content": "Hello, I"}]
+    entries = ({"prompt": turns, "answer": "Hello"}, {"prompt": [{"content": "no role"}]}, {"prompt": begun})
+    read = read_problems(file_of(tmp_path, *entries))
+    assert (read.problems[0].prompt, read.problems[0].answer) == ("Hi", "Hello")
     assert "no object with a" in read.bad_lines[0]
-    tokens = encoder(has_roles=True)(problem).tokens_T
-    assert Letters().decode(list(tokens)) == "system:\nBe short.\n\nuser:\nHi\n\nassistant:\n"
-
-
-def test_a_conversation_that_ends_in_the_assistants_turn_has_the_beginning_of_the_answer(tmp_path: Path) -> None:
-    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello, I"}]
-    (problem,) = read_problems(file_of(tmp_path, {"prompt": turns, "answer": "am"})).problems
-    tokens = encoder(has_roles=True)(problem).tokens_T
-    assert Letters().decode(list(tokens)) == "user:\nHi\n\nassistant:\nHello, I"
+    first, second = (Letters().decode(list(encoder(has_roles=True)(one).tokens_T)) for one in read.problems)
+    assert first == "system:\nBe short.\n\nuser:\nHi\n\nassistant:\n"
+    assert second == "user:\nHi\n\nassistant:\nHello, I"
 
 
 def test_problems_of_a_task_never_repeat_a_held_out_prompt() -> None:

@@ -76,10 +76,7 @@ def test_groups_without_a_signal_are_counted_over_ten_batches() -> None:
 
 def test_a_window_that_is_not_full_and_groups_that_compare_nothing_are_not_judged() -> None:
     constant = [[0.0, 0.0], [1.0, 1.0]]
-    few, tokens = (
-        LearningWarnings(compares_groups=True, num_rollouts=99),
-        LearningWarnings(compares_groups=False, num_rollouts=99),
-    )
+    few, tokens = (LearningWarnings(compares_groups=compares, num_rollouts=99) for compares in (True, False))
     for _ in range(NUM_BATCHES - 1):
         assert few.of_batch(signal(constant)) == tokens.of_batch(signal(constant)) == []
     assert len(few.of_batch(signal(constant))) == 1

@@ -23,13 +23,9 @@ PARTS = {
 
 def as_judged(problem, completion):
     return RewardInput(
-        prompt=problem.prompt,
-        completion=completion,
-        answer=problem.answer,
-        num_tokens=1,
-        is_truncated=False,
+        prompt=problem.prompt, completion=completion, answer=problem.answer, num_tokens=1, is_truncated=False,
         fields=problem.fields,
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("task", PARTS)
@@ -95,14 +91,10 @@ def test_lines_of_a_file_are_problems_and_bad_lines_are_told(tmp_path):
         ("p.jsonl:11", "no answer", "", {}),
     ]
     assert [bad.removeprefix(name).split(" (")[0].rstrip(".") for bad in read.bad_lines] == [
-        ":2: not JSON",
-        ":3: a JSON list, wanted an object",
-        ":4: no text in 'q'",
-        ":5: no text in 'q'",
-        ":8: 'a' holds [\"4\"], neither text nor a number",
-        ":9: 'a' holds true, neither text nor a number",
+        ":2: not JSON", ":3: a JSON list, wanted an object", ":4: no text in 'q'", ":5: no text in 'q'",
+        ":8: 'a' holds [\"4\"], neither text nor a number", ":9: 'a' holds true, neither text nor a number",
         ":10: not UTF-8",
-    ]
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -112,6 +104,8 @@ def test_lines_of_a_file_are_problems_and_bad_lines_are_told(tmp_path):
 def test_a_file_without_a_prompt_is_refused(tmp_path, lines, message):
     with pytest.raises(DataError, match=message):
         read_problems(PromptConfig(files=(write(tmp_path / "p.jsonl", *lines),)))
+    with pytest.raises(DataError, match=r"no_such\.jsonl cannot be read"):
+        read_problems(PromptConfig(files=("no_such.jsonl",)))
 
 
 def test_lines_without_an_answer_are_no_prompts_where_the_reward_compares_with_one(tmp_path):
@@ -123,11 +117,6 @@ def test_lines_without_an_answer_are_no_prompts_where_the_reward_compares_with_o
     read = read_problems(PromptConfig(files=(mixed,), max_bad=1), needs_answer=True)
     assert [one.answer for one in read.problems] == ["0"]
     assert [bad.startswith(f"{mixed}:2: ") for bad in read.bad_lines] == [True]
-
-
-def test_a_file_that_is_not_there_is_refused():
-    with pytest.raises(DataError, match=r"no_such\.jsonl cannot be read"):
-        read_problems(PromptConfig(files=("no_such.jsonl",)))
 
 
 def test_a_task_of_the_users_own_makes_the_same_problem_for_the_same_index(tmp_path, monkeypatch):

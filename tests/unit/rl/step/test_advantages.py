@@ -128,17 +128,12 @@ def test_a_token_is_worth_the_steps_that_end_at_it_or_later():
         assert got.tolist() == pytest.approx(want, abs=1e-6)
 
 
-def test_equal_step_rewards_carry_no_signal():
-    assert step_advantages([[StepReward(0, 0.1)], [StepReward(1, 0.1)], []], [2, 2, 1], ddof=1, eps=0.0)[
-        1
-    ].tolist() == [0, 0]
-
-
-def test_the_rounding_of_a_sum_is_no_signal_of_steps():
+def test_equal_step_rewards_and_the_rounding_of_a_sum_carry_no_signal():
     """Steps of 0.1 + 0.2 and of 0.3 are worth the same; a deviation of 4e-17 would make advantages of size 1 of it."""
-    steps = [[StepReward(0, 0.1 + 0.2), StepReward(1, 0.3)], [StepReward(1, 0.3)]]
-    for tokens in step_advantages(steps, [2, 2], ddof=1, eps=0.0):
-        assert tokens.tolist() == [0, 0]
+    equal = [[StepReward(0, 0.1)], [StepReward(1, 0.1)], []]
+    rounded = [[StepReward(0, 0.1 + 0.2), StepReward(1, 0.3)], [StepReward(1, 0.3)]]
+    for steps, lengths in ((equal, [2, 2, 1]), (rounded, [2, 2])):
+        assert not any(tokens.any() for tokens in step_advantages(steps, lengths, ddof=1, eps=0.0))
 
 
 def test_overlong_penalty_falls_from_the_buffer_to_the_end():
@@ -247,16 +242,11 @@ def test_a_completion_without_a_reward_is_as_if_it_were_not_there(kind: str) -> 
 
 
 def test_remax_subtracts_the_greedy_reward_and_leaves_what_has_no_reward_out() -> None:
-    rewards_PG = torch.tensor([[1.0, 0.5], [0.25, torch.nan], [1.0, 2.0]], dtype=torch.float64)
-    greedy_P = torch.tensor([0.75, 0.0, torch.nan], dtype=torch.float64)
-    assert above_baseline(rewards_PG, greedy_P).tolist() == [[0.25, -0.25], [0.25, 0.0], [0.0, 0.0]]
+    rewards_PG = torch.tensor([[1.0, 0.5], [0.25, torch.nan], [1.0, 2.0], [0.1 + 0.2, 0.5]], dtype=torch.float64)
+    greedy_P = torch.tensor([0.75, 0.0, torch.nan, 0.3], dtype=torch.float64)
+    got_PG = above_baseline(rewards_PG, greedy_P).tolist()
+    assert got_PG[:3] == [[0.25, -0.25], [0.25, 0.0], [0.0, 0.0]]
+    # Rounding is no distance: Adam makes a step of an advantage of any size.
+    assert 0.1 + 0.2 != 0.3 and got_PG[3] == [0.0, 0.2]
     # Equal rewards have a signal too: both are better than what the policy would say itself.
     assert above_baseline(torch.ones(1, 2), torch.zeros(1)).tolist() == [[1.0, 1.0]]
-
-
-def test_rounding_is_no_distance_from_the_greedy_completion() -> None:
-    """Adam makes a step of an advantage of any size."""
-    rewards_PG, greedy_P = torch.tensor([[0.1 + 0.2, 0.5]], dtype=torch.float64), torch.tensor([0.3]).double()
-    greedy_P[0] = 0.3
-    assert 0.1 + 0.2 != 0.3
-    assert above_baseline(rewards_PG, greedy_P).tolist() == [[0.0, 0.2]]

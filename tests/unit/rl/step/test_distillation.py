@@ -97,10 +97,7 @@ def test_a_student_becomes_as_accurate_as_its_teacher_on_its_own_samples(use: st
     for _ in range(300):
         logprobs_QV = student_QV.log_softmax(1)
         sampled_Q1 = torch.multinomial(logprobs_QV.detach().exp(), 1, generator=generator)
-        logprobs_Q, taught_logprobs_Q = (
-            logprobs_QV.gather(1, sampled_Q1)[:, 0],
-            teacher_QV.gather(1, sampled_Q1)[:, 0],
-        )
+        logprobs_Q, taught_logprobs_Q = (of.gather(1, sampled_Q1)[:, 0] for of in (logprobs_QV, teacher_QV))
         advantages_Q = torch.zeros(20, dtype=torch.float64)
         if use == "advantage":
             advantages_Q = taught_logprobs_Q - logprobs_Q.detach()
