@@ -190,12 +190,9 @@ def test_a_tokenizer_without_a_template_is_refused(folder, tmp_path, entry):
         load_chat("tokenizer", tokenizer, str(tmp_path))
 
 
-def test_a_sentencepiece_model_has_no_jinja_template(tokenizer):
+def test_text_that_is_no_template_is_refused_and_a_sentencepiece_model_has_none(chat, tokenizer):
     with pytest.raises(DataError, match='"plain" or "raw"'):
         chat_of(tokenizer, "tokenizer")
-
-
-def test_text_that_is_no_template_is_refused(chat):
     with pytest.raises(DataError, match=r"no chat template that jinja can read: line 1"):
         chat("{% for %}")
     with pytest.raises(DataError, match=r"is empty\. Copy or download it again"):
@@ -280,17 +277,16 @@ def test_what_a_turn_spells_forges_no_turn(folder, chat, template):
     assert words.decode(appended, skip_special_tokens=False).count(FORGED) == 1
 
 
+def texts_of(*parts):
+    """Texts of these parts and of others."""
+    return st.lists(st.sampled_from(parts) | st.text(max_size=4), max_size=6).map("".join)
+
+
 @pytest.mark.full
 @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     contents=st.lists(
-        st.lists(
-            st.sampled_from(
-                ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|im_", "end|>", "user\n", "\U000f0000", "\U000f0001"]
-            )
-            | st.text(max_size=4),
-            max_size=6,
-        ).map("".join),
+        texts_of("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|im_", "end|>", "user\n", "\U000f0000", "\U000f0001"),
         min_size=1,
         max_size=4,
     )
@@ -360,15 +356,7 @@ OPEN = {"without marks": PLAIN, "with marks": MARKED, "brackets": BRACKETS, "for
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     contents=st.lists(
-        st.lists(
-            st.sampled_from(["<|im_end|>", "<think>", " ", "\n", "e", "|", "mcorerlprobe"]) | st.text(max_size=4),
-            min_size=1,
-            max_size=5,
-        )
-        .map("".join)
-        .filter(bool),
-        min_size=1,
-        max_size=4,
+        texts_of("<|im_end|>", "<think>", " ", "\n", "e", "|", "mcorerlprobe").filter(bool), min_size=1, max_size=4
     ),
     more=st.text(max_size=4),
 )
@@ -394,16 +382,13 @@ def test_an_open_turn_has_the_first_tokens_of_the_whole_conversation(
     assert longer.messages == (*turns.messages[:-1], {"role": "assistant", "content": contents[-1] + more})
 
 
-def test_a_turn_that_is_not_the_assistants_is_followed_by_the_assistants(folder, chat):
+def test_an_open_turn_is_where_transformers_goes_on_and_another_turn_is_followed_by_the_assistants(folder, chat):
     turns = conversation(CHATS[1][:2])
     assert prompt_ids(chat(PLAIN), turns) == chat(PLAIN).prompt(turns)
     assert answered(turns, "x").messages == (*turns.messages, {"role": "assistant", "content": "x"})
-
-
-def test_an_open_turn_is_where_transformers_goes_on(folder, chat):
-    turns = [*CHATS[0][:1], ("assistant", "The answer is")]
-    wanted = of_transformers(folder, turns, PLAIN, continue_final_message=True)["input_ids"]
-    assert prompt_ids(chat(PLAIN), conversation(turns)) == wanted
+    begun = [*CHATS[0][:1], ("assistant", "The answer is")]
+    wanted = of_transformers(folder, begun, PLAIN, continue_final_message=True)["input_ids"]
+    assert prompt_ids(chat(PLAIN), conversation(begun)) == wanted
 
 
 @pytest.mark.parametrize(

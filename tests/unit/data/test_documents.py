@@ -114,12 +114,14 @@ def test_a_text_of_nothing_but_byte_order_marks_is_as_empty_as_one_without(tmp_p
     assert read(path, JSONL) == [(1, "", "'text' is empty")]
 
 
-def test_a_folder_is_its_files_by_name_without_hidden_ones(tmp_path):
+def test_a_folder_is_its_files_by_name_without_hidden_ones_and_an_input_that_is_not_there_is_refused(tmp_path):
     for name in ("b.txt", "a.txt", "sub/c.txt", ".hidden"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     names = [source.path.removeprefix(f"{tmp_path}/") for source in find_input_files([tmp_path])]
     assert names == ["a.txt", "b.txt", "sub/c.txt"]
+    with pytest.raises(DataError, match="does not exist"):
+        find_input_files([tmp_path / "b.jsonl"])
 
 
 def test_endings_decide_the_format_and_a_doubt_is_an_error(tmp_path):
@@ -157,19 +159,12 @@ def test_files_that_hold_no_records_are_named_for_what_they_are(tmp_path, name, 
         [list(DocumentReader(part, JSONL)) for part in plan_shards(find_input_files([path]), JSONL)[0].file_slices]
 
 
-def test_an_input_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(DataError, match="does not exist"):
-        find_input_files([tmp_path / "b.jsonl"])
-
-
 def test_a_saved_dataset_is_read_one_split_at_a_time(tmp_path):
-    texts = datasets().Dataset.from_list([{"text": "one"}, {"text": "two"}])
-    datasets().DatasetDict({"train": texts, "test": texts.select([1])}).save_to_disk(tmp_path / "both")
-    with pytest.raises(
-        DataError, match=f"several splits. Name one of them: {tmp_path}/both/train, {tmp_path}/both/test"
-    ):
-        list(read_records(str(tmp_path / "both")))
-    assert [record.fields for record in read_records(f"{tmp_path}/both/test")] == [{"text": "two"}]
+    texts, both = datasets().Dataset.from_list([{"text": "one"}, {"text": "two"}]), tmp_path / "both"
+    datasets().DatasetDict({"train": texts, "test": texts.select([1])}).save_to_disk(both)
+    with pytest.raises(DataError, match=f"several splits. Name one of them: {both}/train, {both}/test"):
+        list(read_records(str(both)))
+    assert [record.fields for record in read_records(f"{both}/test")] == [{"text": "two"}]
 
 
 LINES = [

@@ -111,8 +111,8 @@ def test_what_is_trained_on_is_what_the_keys_of_the_format_say(read, tokenizer, 
 
 
 def test_a_turn_without_weight_is_in_the_context_of_what_follows(read):
-    weighted = read(CONVERSATIONS["OpenAI weights"][0])
-    assert weighted.ids_T.tolist() == read(chat(ASKED, *TWICE, ANSWERED)).ids_T.tolist()
+    wanted = read(chat(ASKED, *TWICE, ANSWERED))
+    assert read(CONVERSATIONS["OpenAI weights"][0]).ids_T.tolist() == wanted.ids_T.tolist()
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -213,11 +213,8 @@ def test_a_weighted_document_is_a_bad_line(tmp_path):
     lines = [{"text": "a", "weight": 1, "label": 0, "id": 3}, {"text": "b", "weight": 0}, {"text": "c", "train": None}]
     path = write_lines(tmp_path / "a.jsonl", *lines)
     read = list(DocumentReader(FileSlice(path=path, start=0, end=Path(path).stat().st_size), JSONL))
-    assert [(document.text, document.problem.partition(":")[0]) for document in read] == [
-        ("a", ""),
-        ("", '"weight" is 0'),
-        ("c", ""),
-    ]
+    found = [(document.text, document.problem.partition(":")[0]) for document in read]
+    assert found == [("a", ""), ("", '"weight" is 0'), ("c", "")]
 
 
 @pytest.fixture
@@ -232,13 +229,11 @@ def read(tmp_path, tokenizer):
 def test_both_formats_say_the_same(read, tokenizer):
     examples = read(CHAT, PAIR, b"")
     assert len(examples) == 2
-    first, second = (
-        examples.ids_T[begin:end].tolist() for begin, end in ((0, examples.starts_N[1]), examples.starts_N[1:])
-    )
+    begin = examples.starts_N[1]
+    first, second = examples.ids_T[:begin].tolist(), examples.ids_T[begin : examples.starts_N[2]].tolist()
     assert first == second
-    said = examples.ids_T[: examples.starts_N[1]][examples.assistant_mask_T[: examples.starts_N[1]]].tolist()
     words = load_tokenizer(tokenizer)
-    assert said == [*words.encode("nit"), words.eod_id]
+    assert examples.ids_T[:begin][examples.assistant_mask_T[:begin]].tolist() == [*words.encode("nit"), words.eod_id]
 
 
 @pytest.mark.parametrize(
@@ -294,9 +289,8 @@ def test_files_without_conversations_are_refused(read, tokenizer, lines, setting
 
 def test_what_no_row_holds_is_refused_or_counted(read):
     long = {"prompt": "etao " * 200, "response": "in"}
-    with pytest.raises(
-        DataError, match=r'jsonl:2: \d+ tokens, and data.seq_length=64. Raise it, or set data.too_long="skip"'
-    ):
+    advice = r'jsonl:2: \d+ tokens, and data.seq_length=64. Raise it, or set data.too_long="skip"'
+    with pytest.raises(DataError, match=advice):
         read(PAIR, long, seq_length=64)
     examples = read(PAIR, long, seq_length=64, too_long="skip")
     assert (len(examples), examples.num_skipped) == (1, 1)

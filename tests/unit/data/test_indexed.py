@@ -100,10 +100,12 @@ def test_a_split_parts_the_documents_in_their_order(tmp_path, split):
     assert max(valid) < 95 * 20 <= min(test)
 
 
-def test_a_tiny_share_is_not_mistaken_for_several_numbers(tmp_path):
-    """1e-05 in Megatron's notation would be read as 1 and 05."""
-    data = config(write(tmp_path / "data", numbered(0, 100)), split=(1.0, 1e-05, 0.0))
-    assert len(build(data, 20, cache=tmp_path / "cache").train) == (100 * 20 - 1) // SEQ
+def test_a_tiny_share_is_not_mistaken_for_several_numbers_and_a_split_that_nobody_reads_is_not_built(tmp_path):
+    """1e-05 in Megatron's notation would be read as 1 and 05; of 2,000 tokens it is less than a sequence."""
+    data = config(write(tmp_path / "data", numbered(0, 100)), split=(1.0, 1e-05, 1e-05))
+    datasets = build(data, 20, cache=tmp_path / "cache")
+    assert len(datasets.train) == (100 * 20 - 1) // SEQ
+    assert (datasets.valid, datasets.test) == (None, None)
 
 
 def test_data_of_its_own_for_valid_leaves_train_whole(tmp_path):
@@ -113,13 +115,6 @@ def test_data_of_its_own_for_valid_leaves_train_whole(tmp_path):
     datasets = build(data, 49, 20, 7, cache=tmp_path / "cache")
     assert max(tokens_of(datasets.train)) > 38 * 20
     assert min(tokens_of(datasets.valid)) >= 5000
-    assert datasets.test is None
-
-
-def test_splits_that_nobody_reads_are_not_built(tmp_path):
-    data = config(write(tmp_path / "data", numbered(0, 100)), split=(98.0, 1.0, 1.0))
-    datasets = build(data, 20, cache=tmp_path / "cache")  # 1 % is 20 tokens: too little, and nobody asks
-    assert datasets.valid is None
     assert datasets.test is None
 
 

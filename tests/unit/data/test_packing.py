@@ -115,10 +115,8 @@ def test_two_that_fill_a_row_share_it():
 @pytest.mark.parametrize("seed", range(20))
 def test_each_sample_is_in_one_microbatch_of_one_rank_within_the_limits(seed: int) -> None:
     draw = random.Random(seed)
-    multiple = draw.choice([1, 2, 4])
-    limits = PackingLimits(
-        max_tokens=64, multiple=4, sample_multiple=multiple, microbatch_multiple=draw.choice([1, 2, 3])
-    )
+    multiple, rows = draw.choice([1, 2, 4]), draw.choice([1, 2, 3])
+    limits = PackingLimits(max_tokens=64, multiple=4, sample_multiple=multiple, microbatch_multiple=rows)
     lengths = [draw.randint(1, 64 - multiple) for _ in range(draw.randint(1, 60))]
     dp_size, num_minibatches = draw.randint(1, 4), draw.randint(1, 5)
     # Some of the batch's samples may be left out.
@@ -133,10 +131,8 @@ def test_each_sample_is_in_one_microbatch_of_one_rank_within_the_limits(seed: in
         assert len(plan.microbatches[0]) % limits.microbatch_multiple == 0 and len(plan.microbatches[0]) >= 1
         for of_rank in plan.microbatches:
             for microbatch in of_rank:
-                assert (
-                    sum(-(-lengths_of_samples[sample] // multiple) * multiple for sample in microbatch)
-                    <= limits.max_tokens
-                )
+                total = sum(-(-lengths_of_samples[sample] // multiple) * multiple for sample in microbatch)
+                assert total <= limits.max_tokens
         indices = sorted(sample for rank in range(dp_size) for sample in plan.samples_of(rank))
         in_order += indices
     assert in_order == samples, "minibatches are runs of samples in order"

@@ -185,10 +185,8 @@ def test_a_part_that_was_damaged_before_the_run_went_on_is_not_joined(cut):
 def test_data_made_anew_with_the_same_lengths_is_other_data_to_a_run(options, corpus, tmp_path):
     text = tmp_path / "text.jsonl"
     text.write_bytes(corpus.read_bytes()[:20_000].replace(b" 1984 ", b" 1985 "))
-    options, config = (
-        replace(options, inputs=(text,), max_bad=0.5),
-        PretrainConfig(data=DataConfig(train=(str(options.output),))),
-    )
+    options = replace(options, inputs=(text,), max_bad=0.5)
+    config = PretrainConfig(data=DataConfig(train=(str(options.output),)))
     run(options)
     before, index = contents_of_inputs(inputs_of(config)), files(options.output)[".idx"]
     text.write_bytes(corpus.read_bytes()[:20_000])
@@ -255,9 +253,8 @@ def test_a_larger_share_of_bad_lines_than_one_in_a_hundred_ends_the_run_and_a_hi
     run(replace(options, inputs=(tmp_path / "a.jsonl",), output=tmp_path / "one in a hundred"))
     (tmp_path / "a.jsonl").write_bytes(b"".join([*lines[1:], b'{"text": "cut o']))
     options = replace(options, inputs=(tmp_path / "a.jsonl",))
-    with pytest.raises(
-        DataError, match=r"1 of 99 documents are bad, and --max-bad allows .* 0\.01(.|\n)*a\.jsonl:99: not"
-    ):
+    share = r"1 of 99 documents are bad, and --max-bad allows .* 0\.01(.|\n)*a\.jsonl:99: not"
+    with pytest.raises(DataError, match=share):
         run(options)
     assert not options.output.with_suffix(".v1.bin").exists()
     run(replace(options, max_bad=0.02))
@@ -281,9 +278,7 @@ def test_a_disk_that_fills_up_leaves_nothing_under_the_name_and_the_run_goes_on_
     process = start(options, tmp_path / "output", limit_bytes=64 << 10)
     process.join()
     output = (tmp_path / "output").read_text()
-    assert process.exitcode == 2
-    assert "File too large" in output
-    assert "it resumes" in output
+    assert process.exitcode == 2 and "File too large" in output and "it resumes" in output
     assert "Traceback" not in output
     assert not any(Path(f"{options.output}{ending}").exists() for ending in ENDINGS)
     run(options)
@@ -294,9 +289,8 @@ def test_a_second_writer_is_refused(options):
     partial = Path(f"{options.output}.partial")
     partial.mkdir(parents=True)
     hold = "import fcntl, sys; f = open(sys.argv[1], 'wb'); fcntl.flock(f, 2); print(1, flush=True); input()"
-    holder = subprocess.Popen(
-        [sys.executable, "-c", hold, str(partial / "lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+    program = [sys.executable, "-c", hold, str(partial / "lock")]
+    holder = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     holder.stdout.readline()
     started = time.monotonic()
     with pytest.raises(DataError, match="has another writer"):
@@ -348,15 +342,11 @@ def test_help_shows_an_example_and_imports_no_torch(tool):
         f"try: runpy.run_path({str(TOOL.with_name(tool + '.py'))!r}, run_name='__main__')\n"
         "except SystemExit: assert not {'torch', 'megatron', 'transformers'} & set(sys.modules)"
     )
-    said = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": str(TOOL.parents[1])},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    environment = os.environ | {"PYTHONPATH": str(TOOL.parents[1])}
+    program = [sys.executable, "-c", code]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=True)
     commands = {"preprocess": "mcore-rl data preprocess", "train_tokenizer": "mcore-rl data tokenizer"}
-    assert f"example:\n  {commands.get(tool, f'python tools/{tool}.py')} " in said
+    assert f"example:\n  {commands.get(tool, f'python tools/{tool}.py')} " in done.stdout
 
 
 @pytest.mark.full

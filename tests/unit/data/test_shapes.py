@@ -179,6 +179,8 @@ def test_a_folder_is_its_files_in_the_order_of_their_names(folder, tokenizer, ca
     assert [problem.problem_id for problem in problems] == ["a.parquet:1", "a.parquet:2", "b.jsonl.gz:1"]
     assert main(["data", "show", str(folder), "--num", "3"]) == 0
     assert f"--- {folder}/b.jsonl.gz:1: keys question, answer" in capsys.readouterr().out
+    contents = contents_of_inputs(inputs_of(SFTConfig(data=SFTDataConfig(train=(str(folder),)))))
+    assert sorted(contents["data.train"]) == [f"{folder}/a.parquet", f"{folder}/b.jsonl.gz"]
 
 
 def test_a_bad_line_of_a_folder_is_named_with_its_file(folder, tokenizer):
@@ -199,11 +201,6 @@ def test_splits_are_not_read_together_and_a_folder_without_data_is_refused(folde
         list(read_records(str(folder)))
     with pytest.raises(DataError, match=r"more has no file that ends in .parquet, .jsonl, "):
         list(read_records(str(folder / "more")))
-
-
-def test_the_content_of_a_folder_is_that_of_its_files(folder):
-    found = contents_of_inputs(inputs_of(SFTConfig(data=SFTDataConfig(train=(str(folder),)))))["data.train"]
-    assert sorted(found) == [f"{folder}/a.parquet", f"{folder}/b.jsonl.gz"]
 
 
 @pytest.mark.parametrize(
@@ -247,20 +244,8 @@ def test_a_file_of_data_is_shown_without_a_config(tmp_path, capsys):
     path = write_lines(tmp_path / "a.jsonl", CHATS["alpaca"][0], PAIRS["ultrafeedback"], {"a": 1})
     assert main(["data", "show", path]) == 0
     alpaca, ranking, unknown = capsys.readouterr().out.split("--- ")[1:]
-    assert alpaca.splitlines() == [
-        f"{path}:1: keys instruction, input, output",
-        "alpaca (instruction, input, output)",
-        "user: Add.",
-        "",
-        "2 + 2",
-        "assistant: It is 4.",
-    ]
-    assert ranking.splitlines()[2:] == [
-        f"user: {Q}",
-        "answer 0:",
-        "assistant: 5",
-        "answer 1:",
-        f"assistant: {A}",
-        "1 is better than 0",
-    ]
+    shape = f"{path}:1: keys instruction, input, output\nalpaca (instruction, input, output)\n"
+    assert alpaca.strip() == f"{shape}user: Add.\n\n2 + 2\nassistant: It is 4."
+    ranked = f"user: {Q}\nanswer 0:\nassistant: 5\nanswer 1:\nassistant: {A}\n1 is better than 0"
+    assert ranking.strip().split("\n", 2)[2] == ranked
     assert "no conversation is recognised in it (keys: a)" in unknown

@@ -16,19 +16,12 @@ from mcore_rl.errors import ConfigError, DataError
 from tests.tiktoken_folders import PATTERN, SAMPLE, PublishedTokenizer, write_tokenizer
 
 TEXTS = [
-    "",
-    " ",
-    "   \n \r\n\t ",
-    SAMPLE,
-    "It's DON'T you'LL \u017f'\u017f x'S we'Re 'tis rock'n'roll",
-    "1 12 123 1234 12345678901 \uff13\uff14\uff15 ②Ⅷ½ १२३४",
-    "漢字English漢字 かな交じり カタカナ 々〇〻 𠀀𪚥 ﾊﾝｶｸ ㍿",
-    "🙂🙂👩‍👩‍👧‍👦🇩🇪 ✈️ \u0301e\u0301 Ǆ ǅ ʰ ª",
-    "\u00a0\u3000\u2028\u2029\u200b\ufeff x\x00\x1c\x1d\x85y",
+    "", " ", "   \n \r\n\t ", SAMPLE, "It's DON'T you'LL \u017f'\u017f x'S we'Re 'tis rock'n'roll",
+    "1 12 123 1234 12345678901 \uff13\uff14\uff15 ②Ⅷ½ १२३४", "漢字English漢字 かな交じり カタカナ 々〇〻 𠀀𪚥 ﾊﾝｶｸ ㍿",
+    "🙂🙂👩‍👩‍👧‍👦🇩🇪 ✈️ \u0301e\u0301 Ǆ ǅ ʰ ª", "\u00a0\u3000\u2028\u2029\u200b\ufeff x\x00\x1c\x1d\x85y",
     "[BOS]a[EOS] <|im_end|> <|im_user|>user<|im_middle|>x <|tool_call_begin|> <|reserved_token_405|> <|im_end|",
-    "[BOS][BOS]<|im_end|><|im_end|>\n",
-    "aaaaaaaaaaaaaaaaaaaaaaaaaaaabaaabaaab" * 3,
-]
+    "[BOS][BOS]<|im_end|><|im_end|>\n", "aaaaaaaaaaaaaaaaaaaaaaaaaaaabaaabaaab" * 3,
+]  # fmt: skip
 CHAT = [("user", "What is 2 + 2? <|im_end|>漢"), ("assistant", "  4🙂\n"), ("user", ""), ("assistant", "[EOS] it's é")]
 
 

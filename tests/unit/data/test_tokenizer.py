@@ -13,13 +13,9 @@ from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import DataError
 
 TEXTS = [
-    "the quick brown fox",
-    "  two  spaces \n\n\tand a tab ",
-    "12345 6",
-    "é 漢字 😀 \x00 \r\n \u2028",
-    "<s> </s> <pad> <unk> are words here",
-    "",
-]
+    "the quick brown fox", "  two  spaces \n\n\tand a tab ", "12345 6", "é 漢字 😀 \x00 \r\n \u2028",
+    "<s> </s> <pad> <unk> are words here", "",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +132,11 @@ def test_tokens_that_only_transformers_would_add_are_refused(folder, tmp_path, f
     assert huggingface(path).eod_id == 0
 
 
+def write_bytes(folder, content):
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_bytes(content)
+
+
 @pytest.mark.parametrize(
     ("kind", "make", "message"),
     [
@@ -147,6 +148,10 @@ def test_tokens_that_only_transformers_would_add_are_refused(folder, tmp_path, f
         ("huggingface", lambda path: path.mkdir(), "holds no tokenizer.json"),
         ("huggingface", lambda path: path.write_text("x"), "holds no tokenizer.json"),
         ("none", lambda path: None, "needs a tokenizer"),
+        *(
+            ("huggingface", lambda path, content=content: write_bytes(path, content), "is not a tokenizer")
+            for content in (b"", b"{", b'{"version": "1.0"}', b"\xff\xfe")
+        ),
     ],
 )
 def test_files_that_are_no_tokenizer_are_refused_with_a_remedy(tmp_path, kind, make, message):
@@ -156,19 +161,12 @@ def test_files_that_are_no_tokenizer_are_refused_with_a_remedy(tmp_path, kind, m
         load_tokenizer(TokenizerConfig(kind=kind, path=str(path)))
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b'{"version": "1.0"}', b"\xff\xfe"])
-def test_a_corrupt_tokenizer_json_is_refused(tmp_path, content):
-    (tmp_path / "tokenizer.json").write_bytes(content)
-    with pytest.raises(DataError, match="is not a tokenizer"):
-        huggingface(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [([], r"tokenizer_config\.json is no JSON object"), ({"bos_token": "<begin>"}, "names no end-of-document token")],
 )
 def test_a_tokenizer_config_without_an_end_of_document_is_refused(folder, tmp_path, config, message):
-    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    write_bytes(tmp_path, (folder / "tokenizer.json").read_bytes())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(DataError, match=message):
         huggingface(tmp_path)
