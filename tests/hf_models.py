@@ -22,14 +22,9 @@ PUBLISHED: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("publ
 """By the name of a published model, its config.json without what no program here reads."""
 
 SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 256,
-}
+    "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 3, "max_position_embeddings": 256,
+}  # fmt: skip
 GROUPED = SHAPE | {"head_dim": 24}
 EXPERTS = GROUPED | {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2}
 DEEPSEEK = SHAPE | {
@@ -62,28 +57,15 @@ GPT_OSS = GROUPED | {
     "num_experts_per_tok": 2,
     "sliding_window": 7,
     "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 150000.0,
-        "factor": 32.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "truncate": False,
-        "original_max_position_embeddings": 64,
+        "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "truncate": False, "original_max_position_embeddings": 64,
     },
-}
+}  # fmt: skip
 GLM4 = GROUPED | {
-    "moe_intermediate_size": 24,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 4,
-    "n_group": 4,
-    "topk_group": 2,
-    "first_k_dense_replace": 1,
-    "n_shared_experts": 2,
-    "routed_scaling_factor": 1.5,
-    "attention_bias": True,
-    "use_qk_norm": True,
-    "num_mtp_layers": 0,
-}
+    "moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2,
+    "first_k_dense_replace": 1, "n_shared_experts": 2, "routed_scaling_factor": 1.5, "attention_bias": True,
+    "use_qk_norm": True, "num_mtp_layers": 0,
+}  # fmt: skip
 GLM4_LITE = {
     key: value for key, value in DEEPSEEK.items() if key not in ("first_k_dense_replace", "num_mtp_layers")
 } | {"routed_scaling_factor": 1.8}
@@ -104,32 +86,19 @@ SOLAR = {
 } | {"attention_bias": False}
 MINIMAX_M2 = GROUPED | {"intermediate_size": 24, "num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 12}
 QWEN3_NEXT = GROUPED | {
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 40,
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 24,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 8,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
+    "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
     "max_position_embeddings": 2048,
-}
+}  # fmt: skip
 OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
 QWEN3_5 = {key: value for key, value in QWEN3_NEXT.items() if key not in OF_EXPERTS}
 QWEN3_5_MOE = {key: value for key, value in QWEN3_NEXT.items() if key != "intermediate_size"}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 16}
 LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
-}
+}  # fmt: skip
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", GROUPED),

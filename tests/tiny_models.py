@@ -8,13 +8,9 @@ from mcore_rl.config.model import DeltaConfig, IndexerConfig, MLAConfig, ModelCo
 DELTA = DeltaConfig(full_every=2, key_heads=4, value_heads=8, key_dim=8, value_dim=12)
 MLA = MLAConfig(q_lora_rank=32, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16)
 GROUPED = {
-    "shared_experts": 1,
-    "num_groups": 4,
-    "top_groups": 2,
-    "routed_scaling": 2.5,
-    "balance": "seq_aux_loss",
+    "shared_experts": 1, "num_groups": 4, "top_groups": 2, "routed_scaling": 2.5, "balance": "seq_aux_loss",
     "expert_bias": True,
-}
+}  # fmt: skip
 """Routers of DeepSeek's kind."""
 
 
@@ -54,14 +50,8 @@ MODELS = (
         num_kv_heads=4,
         mla=MLA,
         moe=moe(
-            top_k=3,
-            shared_experts=2,
-            first_dense_layers=1,
-            num_groups=4,
-            top_groups=2,
-            normalize_top_k=False,
-            routed_scaling=4.0,
-            balance="seq_aux_loss",
+            top_k=3, shared_experts=2, first_dense_layers=1, num_groups=4, top_groups=2, normalize_top_k=False,
+            routed_scaling=4.0, balance="seq_aux_loss",
         ),
     ),
     tiny(
@@ -108,7 +98,7 @@ MODELS = (
     ),
     tiny("qwen3_5_text", tied_embeddings=True, rope=RopeConfig(fraction=0.25), delta=DELTA),
     tiny("mistral", norm_eps=1e-5),
-)
+)  # fmt: skip
 TINY = {model.family: model for model in MODELS}
 """The models by the family that they belong to."""
 

@@ -32,16 +32,10 @@ def test_changes_are_refused_or_recorded_and_a_run_that_ends_in_skipped_steps_is
     assert started("train.eval_batches=none", "train.steps=2", "train.gc_interval=1") == ""
     (first,) = json.loads((run / "run.json").read_text())
     assert first["speed"] == {
-        "overlap_grad_reduce": False,
-        "overlap_param_gather": False,
-        "overlap_shared_experts": False,
-        "permute_fusion": False,
-        "router_fusion": False,
-        "cross_entropy_fusion": "none",
-        "weight_gradient_fusion": False,
-        "fp8_recipe": "none",
-        "gc_interval": 1,
-    }
+        "overlap_grad_reduce": False, "overlap_param_gather": False, "overlap_shared_experts": False,
+        "permute_fusion": False, "router_fusion": False, "cross_entropy_fusion": "none",
+        "weight_gradient_fusion": False, "fp8_recipe": "none", "gc_interval": 1,
+    }  # fmt: skip
     assert '"event": "speed: on: gc_interval=1; off: overlap_grad_reduce, ' in (run / "metrics.jsonl").read_text()
     before = (run / "config.toml").read_bytes()
     # The run was started where there is no compiler.

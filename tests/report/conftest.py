@@ -69,17 +69,12 @@ def many_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
         runs.append(write_run(folder, config, 2))
         values = [
             {
-                "step": step,
-                "time": 2.0 * step,
-                "reward/mean": number * step,
-                "reward/group_std": 1.0,
-                "policy/entropy_nats": 2 + number,
-                "eval/accuracy": number / 20,
-                "eval/prompts": 64,
+                "step": step, "time": 2.0 * step, "reward/mean": number * step, "reward/group_std": 1.0,
+                "policy/entropy_nats": 2 + number, "eval/accuracy": number / 20, "eval/prompts": 64,
                 "train/consumed_tokens": 10 * (number + 1) * step,
             }
             for step in range(1, 41)
-        ]
+        ]  # fmt: skip
         (runs[-1] / "metrics.jsonl").write_text("".join(json.dumps(value) + "\n" for value in values))
     write_report(runs, folder / "many.html")
     return folder / "many.html"

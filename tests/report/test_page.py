@@ -67,28 +67,16 @@ def test_every_chart_is_drawn_and_nothing_is_said_or_asked_for(shown, report, si
     assert opened.asked == [report.as_uri()]
 
 
+READ = (
+    "h1, .note, .legend b, .small, tbody th, .level.warning, .of, .reward, dt, ins, del, "
+    ".up1, .up2, .up3, .down1, .down2, .down3"
+)
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_words_stand_out_from_their_background(shown, scheme):
     page = shown("desktop", scheme).page
-    for selector in (
-        "h1",
-        ".note",
-        ".legend b",
-        ".small",
-        "tbody th",
-        ".level.warning",
-        ".of",
-        ".reward",
-        "dt",
-        "ins",
-        "del",
-        ".up1",
-        ".up2",
-        ".up3",
-        ".down1",
-        ".down2",
-        ".down3",
-    ):
+    for selector in READ.split(", "):
         lights = sorted(page.evaluate(LUMINANCE, selector))
         assert (lights[1] + 0.05) / (lights[0] + 0.05) > 4, selector
     brightness = page.evaluate(LUMINANCE, "h1")[1]

@@ -11,29 +11,12 @@ from tests.report.conftest import PATIENCE_MS
 
 SITE = Path(__file__).parents[2] / "build" / "site"
 QUESTIONS = {
-    "wandb": "logging/",
-    "R3": "replay/",
-    "own data": "first_run/",
-    "quickstart": "",
-    "install": "install/",
-    "lora": "lora/",
-    "vllm": "engines/",
-    "sglang": "engines/",
-    "out of memory": "troubleshooting/",
-    "slurm": "slurm/",
-    "requeue": "slurm/",
-    "gspo": "algorithms/",
-    "dpo": "rlhf/",
-    "reward model": "rlhf/",
-    "convert": "conversion/",
-    "expert parallel": "meshes/",
-    "report": "report/",
-    "environment": "environments/",
-    "verl": "coming_from/",
-    "reward function": "rewards/",
-    "resume": "failures/",
-    "yarn": "families/",
-}
+    "wandb": "logging/", "R3": "replay/", "own data": "first_run/", "quickstart": "", "install": "install/",
+    "lora": "lora/", "vllm": "engines/", "sglang": "engines/", "out of memory": "troubleshooting/", "slurm": "slurm/",
+    "requeue": "slurm/", "gspo": "algorithms/", "dpo": "rlhf/", "reward model": "rlhf/", "convert": "conversion/",
+    "expert parallel": "meshes/", "report": "report/", "environment": "environments/", "verl": "coming_from/",
+    "reward function": "rewards/", "resume": "failures/", "yarn": "families/",
+}  # fmt: skip
 # The results are in a shadow tree of the page, by links with an address of their own.
 FIRST_RESULT = """() => {
     const links = [];

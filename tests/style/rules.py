@@ -36,17 +36,9 @@ FLOORS = (
 """From the bottom to the top; rooms that share a floor do not import one another. A room is a package of mcore_rl, or a
 part of one that stands on another floor than the rest of it."""
 LIGHT = {
-    "errors",
-    "storage.files",
-    "storage.checksums",
-    "config",
-    "families",
-    "storage",
-    "checks",
-    "planning",
-    "launch",
+    "errors", "storage.files", "storage.checksums", "config", "families", "storage", "checks", "planning", "launch",
     "report",
-}
+}  # fmt: skip
 """Rooms that answer without torch: help pages, login nodes and the report import them."""
 REPORT_READS = {"errors", "storage.files", "config", "planning", "metrics", "report"}
 MEGATRON_ROOMS = {"megatron", "replay", "data", "model", "storage.checkpoints", "train", "rl", "testing"}
@@ -289,21 +281,11 @@ def docstrings_have_a_subject(source: Source) -> Iterator[str]:
 
 
 RULES: tuple[Callable[[Source], Iterator[str]], ...] = (
-    imports_point_down,
-    packages_are_floors,
-    only_the_mesh_asks_parallel_state,
-    compiled_layers_have_one_door,
-    engines_are_one_protocol,
-    megatron_stays_in_its_packages,
-    imports_are_absolute,
-    nothing_prints,
-    errors_are_caught_by_name,
-    the_environment_is_read_in_its_rooms,
-    only_files_renames,
-    module_globals_do_not_change,
-    public_things_are_documented,
-    docstrings_have_a_subject,
-)
+    imports_point_down, packages_are_floors, only_the_mesh_asks_parallel_state, compiled_layers_have_one_door,
+    engines_are_one_protocol, megatron_stays_in_its_packages, imports_are_absolute, nothing_prints,
+    errors_are_caught_by_name, the_environment_is_read_in_its_rooms, only_files_renames, module_globals_do_not_change,
+    public_things_are_documented, docstrings_have_a_subject,
+)  # fmt: skip
 
 
 def patches_come_before_megatron(sources: Sequence[Source]) -> Iterator[str]:

@@ -15,15 +15,9 @@ from tests.documented import GROUPS, PAGES, ROOT, commands
 NEEDS_MORE = ("torchrun", "srun", "sbatch")
 FOLDERS = ("mcore_rl", "launch", "tools", "examples", "bench", "tests")
 PROGRAM_OF = {
-    "pretrain": "pretrain",
-    "sft": "sft",
-    "rl": "rl",
-    "rm": "rm",
-    "dpo": "dpo",
-    "problems": "rl",
-    "reward": "rl",
+    "pretrain": "pretrain", "sft": "sft", "rl": "rl", "rm": "rm", "dpo": "dpo", "problems": "rl", "reward": "rl",
     "config": None,
-}
+}  # fmt: skip
 
 
 ALL = [command for page in PAGES for command in commands(page) if command.words[0] != "mv"]

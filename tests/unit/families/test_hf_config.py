@@ -35,18 +35,10 @@ def test_the_published_config_of_deepseek_v3() -> None:
         rope=RopeConfig(scaling="yarn", factor=40.0, original_length=4096, mscale=1.0, mscale_all_dim=1.0),
         mla=MLAConfig(q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
         moe=MoEConfig(
-            num_experts=256,
-            top_k=8,
-            ffn_hidden_size=2048,
-            shared_experts=1,
-            first_dense_layers=3,
-            num_groups=8,
-            top_groups=4,
-            routed_scaling=2.5,
-            balance="none",
-            expert_bias=True,
+            num_experts=256, top_k=8, ffn_hidden_size=2048, shared_experts=1, first_dense_layers=3, num_groups=8,
+            top_groups=4, routed_scaling=2.5, balance="none", expert_bias=True,
         ),
-    )
+    )  # fmt: skip
 
 
 def as_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
@@ -268,16 +260,10 @@ def test_the_published_config_of_glm_4_7_flash_and_its_dense_layers_by_either_ke
         rope=RopeConfig(theta=1e6),
         mla=MLAConfig(q_lora_rank=768, kv_lora_rank=512, qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256),
         moe=MoEConfig(
-            num_experts=64,
-            top_k=4,
-            ffn_hidden_size=1536,
-            shared_experts=1,
-            first_dense_layers=1,
-            routed_scaling=1.8,
-            balance="none",
-            expert_bias=True,
+            num_experts=64, top_k=4, ffn_hidden_size=1536, shared_experts=1, first_dense_layers=1, routed_scaling=1.8,
+            balance="none", expert_bias=True,
         ),
-    )
+    )  # fmt: skip
     assert checked_model_from_hf(PUBLISHED["GLM-4.7-Flash"]) == model
     types = ["dense"] + ["sparse"] * 46
     by_types = {**PUBLISHED["GLM-4.7-Flash"], "first_k_dense_replace": None, "mlp_layer_types": types}

@@ -38,15 +38,8 @@ def test_it_is_refused_by_the_sentence_of_the_page(model_type: str) -> None:
 
 
 BUILT = (
-    "gated delta net",
-    "linear attention",
-    "an indexer and",
-    "an indexer nor",
-    "output gate",
-    "folder",
-    "fp8",
-    "MTP",
-)
+    "gated delta net", "linear attention", "an indexer and", "an indexer nor", "output gate", "folder", "fp8", "MTP",
+)  # fmt: skip
 """Parts that Megatron's models have here: no model is refused for them."""
 CAUSES = {
     "glm5_next": ("text_config.linear_lower_bound", "text_config.hc_mult"),

@@ -37,18 +37,10 @@ def test_time_limits_are_read_as_sbatch_reads_them(time, seconds):
 
 def test_all_that_is_wrong_is_told_at_once():
     servers = Servers(nodes=1, command="serve")
+    wrong = {"run_dir": "runs/moe", "name": "my moe", "time": "10", "signal_s": 600, "array": "0-3", "spares": 1}
     with pytest.raises(ConfigError) as error:
-        job_script(
-            **JOB | {"run_dir": "runs/moe", "name": "my moe"},
-            time="10",
-            signal_s=600,
-            scratch="/tmp/$(rm -r x)",
-            array="0-3",
-            servers=servers,
-            spares=1,
-        )
-    assert len(str(error.value).splitlines()) == 6
-    assert "survival.spares=1 with servers: " in str(error.value)
+        job_script(**JOB | wrong, scratch="/tmp/$(rm -r x)", servers=servers)
+    assert len(str(error.value).splitlines()) == 6 and "survival.spares=1 with servers: " in str(error.value)
 
 
 def test_the_script_knows_the_folder_of_causes_and_the_status_of_a_hung_rank():
@@ -63,20 +55,16 @@ def test_every_exit_status_has_a_meaning_and_is_used():
 
 def test_words_reach_the_program_as_they_are():
     script = render(job_script(**JOB, environment={"NCCL_DEBUG": "a 'b' $c"}))
-    shown = subprocess.run(
-        ["bash", "-uc", f'{script.partition("job_sh=")[0]}printf "%s\\n" "${{arguments[@]}}" "${{environment[@]}}"'],
-        capture_output=True,
-        text=True,
-    )
+    shell = f'{script.partition("job_sh=")[0]}printf "%s\\n" "${{arguments[@]}}" "${{environment[@]}}"'
+    shown = subprocess.run(["bash", "-uc", shell], capture_output=True, text=True)
     assert shown.stdout.splitlines() == [*JOB["arguments"], "NCCL_DEBUG=a 'b' $c"]
 
 
 def test_a_cluster_may_set_no_variable_of_the_script_or_of_the_launcher_but_the_two_that_are_defaults():
     """All names that the two parts of a script assign, and those by which a rank knows its place."""
     script = render(job_script(**JOB)) + JOB_SH
-    assigned = re.findall(
-        r"(?:^ *|then |printf .* \"|eval \")((?:export )?[A-Za-z_]+=.*|export .*)", script, re.MULTILINE
-    )
+    assigning = r"(?:^ *|then |printf .* \"|eval \")((?:export )?[A-Za-z_]+=.*|export .*)"
+    assigned = re.findall(assigning, script, re.MULTILINE)
     names = {name for line in assigned for name in re.findall(r"(?:^|^export | )([A-Za-z_]+)=", line)} | OF_RANKS
     assert names > {"PYTHONPATH", "PYTHONSAFEPATH", "TMPDIR", "TRITON_CACHE_DIR", "SERVER_PORT", "run", "RANK"}
     of_checks = "TORCH_NCCL_BLOCKING_WAIT"  # set in the process of the checks alone

@@ -14,17 +14,11 @@ from tests.hf_models import PUBLISHED
 from tests.unit.launch.conftest import ROOT
 
 RECIPES = {
-    "deepseek_v3": "DeepSeek-V3",
-    "glm_5": "GLM-5",
-    "llama3_8b": "Meta-Llama-3-8B",
-    "minimax_m2": "MiniMax-M2",
-    "mixtral_8x7b": "Mixtral-8x7B-v0.1",
-    "moonlight_16b_a3b": "Moonlight-16B-A3B",
-    "olmoe_1b_7b": "OLMoE-1B-7B",
-    "qwen3_235b_a22b": "Qwen3-235B-A22B",
-    "qwen3_30b_a3b": "Qwen3-30B-A3B",
+    "deepseek_v3": "DeepSeek-V3", "glm_5": "GLM-5", "llama3_8b": "Meta-Llama-3-8B", "minimax_m2": "MiniMax-M2",
+    "mixtral_8x7b": "Mixtral-8x7B-v0.1", "moonlight_16b_a3b": "Moonlight-16B-A3B", "olmoe_1b_7b": "OLMoE-1B-7B",
+    "qwen3_235b_a22b": "Qwen3-235B-A22B", "qwen3_30b_a3b": "Qwen3-30B-A3B",
     "qwen3_next_80b_a3b": "Qwen3-Next-80B-A3B",
-}
+}  # fmt: skip
 """The published model of each recipe."""
 
 

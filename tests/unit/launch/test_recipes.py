@@ -25,17 +25,10 @@ BARE = ["container.kind=none", *(f"container.{name}=none" for name in ("image", 
 H100 = load_config(ClusterConfig, ROOT / "launch/clusters/example_h100.toml", BARE)
 ONE_GPU = load_config(ClusterConfig, ROOT / "launch/clusters/example_1gpu.toml")
 FIT_PEOPLE = (
-    "qwen3_30b_a3b/grpo_lora",
-    "qwen3_30b_a3b/grpo_r2_1node",
-    "qwen3_30b_a3b/grpo_r3_shared_lora",
-    "qwen3_30b_a3b/sft_1node",
-    "olmoe_1b_7b/grpo_r2",
-    "olmoe_1b_7b/grpo_r2_1gpu",
-    "olmoe_1b_7b/sft",
-    "olmoe_1b_7b/sft_1gpu",
-    "moonlight_16b_a3b/grpo_r2",
-    "moonlight_16b_a3b/sft",
-)
+    "qwen3_30b_a3b/grpo_lora", "qwen3_30b_a3b/grpo_r2_1node", "qwen3_30b_a3b/grpo_r3_shared_lora",
+    "qwen3_30b_a3b/sft_1node", "olmoe_1b_7b/grpo_r2", "olmoe_1b_7b/grpo_r2_1gpu", "olmoe_1b_7b/sft",
+    "olmoe_1b_7b/sft_1gpu", "moonlight_16b_a3b/grpo_r2", "moonlight_16b_a3b/sft",
+)  # fmt: skip
 NODES = {"deepseek_v3_small/pretrain": 2, "llama3_8b/pretrain": 1}
 
 

@@ -24,16 +24,9 @@ GOLDEN = ROOT / "tests/golden/launch"
 RENEW = bool(os.environ.get("RENEW_GOLDEN"))
 SHELLCHECK = Path(sys.executable).with_name("shellcheck")
 ALL = JobOptions(
-    array="0-3%2",
-    dependency="afterok:17",
-    exclude="n[1-2]",
-    nodelist="n[3-9]",
-    reservation="week",
-    qos="high",
-    time="8:00:00",
-    mail_user="me@example.org",
-    mail_type="FAIL",
-)
+    array="0-3%2", dependency="afterok:17", exclude="n[1-2]", nodelist="n[3-9]", reservation="week", qos="high",
+    time="8:00:00", mail_user="me@example.org", mail_type="FAIL",
+)  # fmt: skip
 SERVERS = JobOptions(servers=2, server_command="serve --port 8000")
 CASES = {
     "h100_pretrain": ("example_h100", "qwen3_30b_a3b/pretrain.toml", 16, JobOptions()),

@@ -17,14 +17,9 @@ REPOSITORY = Path(__file__).parents[3]
 BF16_TOLERANCE = 0.03
 """Largest difference from the closed form in float64: inputs are exact, outputs of up to 4 are rounded to 8 bits."""
 CALLS = {
-    "grouped queries": 1,
-    "values narrower than keys": 1,
-    "a window": 1,
-    "sinks": 1,
-    "sinks and a window": 1,
-    "heads of a width that kernels do not have": 0,
-    "fp32": 0,
-}
+    "grouped queries": 1, "values narrower than keys": 1, "a window": 1, "sinks": 1, "sinks and a window": 1,
+    "heads of a width that kernels do not have": 0, "fp32": 0,
+}  # fmt: skip
 
 
 def test_a_cpu_has_no_kernel() -> None:

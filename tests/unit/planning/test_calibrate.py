@@ -62,9 +62,8 @@ def test_a_step_slower_than_any_host_is_put_down_to_the_device_too():
 
 def test_the_parts_of_an_rl_step_are_factors_on_the_bound():
     config = load_config(RlRunConfig, RECIPES / "qwen3_30b_a3b/grpo_r2.toml")
-    work = with_lengths(
-        workload_of(training_of(config, 16), place().device, Rates()), config.train.global_batch, 1024 + 3000
-    )
+    work = workload_of(training_of(config, 16), place().device, Rates())
+    work = with_lengths(work, config.train.global_batch, 1024 + 3000)
     lengths = Lengths(num_completions=4096, prompt=1024, mean=3000, longest=8192)
     rollout, _ = generation(config.model, work.device, engine_of(training_of(config, 16), 0, Rates()), lengths, Rates())
     found = records(

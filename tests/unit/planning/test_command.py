@@ -64,9 +64,8 @@ def test_the_first_line_has_the_number_of_gpus_and_what_is_left(capsys):
     assert answer == f"yes: pretrain fits on 16 x H100 with at least {room - used:.1f} of 73.6 GiB free on each GPU"
     assert " s (" in step and ") for a batch of 512 sequences: " in step
     assert main(["plan", *words, "--nodes", "1"]) == 2
-    assert joined(capsys.readouterr().out)[0] == (
-        "no: pretrain does not fit on 8 x H100: the fullest GPU needs 78.8 of 73.6 GiB"
-    )
+    wanted = "no: pretrain does not fit on 8 x H100: the fullest GPU needs 78.8 of 73.6 GiB"
+    assert joined(capsys.readouterr().out)[0] == wanted
     assert main(["plan", *words, "--nodes", "1", "mesh.ep=16"]) == 2
     assert capsys.readouterr().out == "no: pretrain does not pass the checks on 8 ranks\n"
 
@@ -143,24 +142,21 @@ def test_what_does_not_fit_is_refused_with_the_nearest_meshes_that_do(capsys):
     assert "needs 80.4 of 73.6 GiB" in shown and "main memory for routes (replay.store): 15.0" in shown
     assert "nearest that pass the checks and fit" in str(raised.value)
     assert "\n  1: optim.offload_fraction=1.0\n" in str(raised.value)
-    assert "update" in lines_of(
-        capsys, "qwen3_30b_a3b/grpo_r2", "--cluster", H100, "--nodes", "1", pinned, "mesh.pp=2", "mesh.ep=4"
-    )[4]  # fmt: skip
+    words = ("qwen3_30b_a3b/grpo_r2", "--cluster", H100, "--nodes", "1", pinned, "mesh.pp=2", "mesh.ep=4")
+    assert "update" in lines_of(capsys, *words)[4]
 
 
 @pytest.mark.full
 def test_a_mesh_that_the_checks_refuse_is_answered_by_one_that_they_accept():
     with pytest.raises(ConfigError, match=r"(?s)num_experts=128 is not a multiple of mesh.ep=6.*\n  1: mesh.ep=[48]\n"):
-        run(
-            ["plan", "qwen3_30b_a3b/pretrain", "mesh.ep=6", "--cluster", H100, "--nodes", "3", "train.global_batch=480"]
-        )
+        words = ["plan", "qwen3_30b_a3b/pretrain", "mesh.ep=6", "--cluster", H100, "--nodes", "3"]
+        run([*words, "train.global_batch=480"])
 
 
 @pytest.mark.full
 def test_a_search_lists_layouts_with_what_they_give_up_and_the_fields_to_set(capsys):
-    answer, first, _, narrow, *lines = lines_of(
-        capsys, "qwen3_30b_a3b/pretrain", "--cluster", H100, "--nodes", "2", "--search"
-    )
+    words = ("qwen3_30b_a3b/pretrain", "--cluster", H100, "--nodes", "2", "--search")
+    answer, first, _, narrow, *lines = lines_of(capsys, *words)
     assert answer.startswith("yes: ") and first.startswith("2,940 combinations")
     assert narrow == "102 of them leave less than 4% of the device's memory, and are left out."
     table = lines.index(next(line for line in lines if line.split()[:1] == ["#"]))

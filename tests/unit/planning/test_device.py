@@ -43,15 +43,9 @@ def test_links_of_an_nvl72_go_over_nodes_and_a_cluster_may_say_otherwise():
     assert (device_of(own).links.domain, device_of(own).links.nic_gbit_per_s) == (2, 100.0)
 
 
-def test_an_unknown_device_is_refused_with_the_nearest_names():
+def test_an_unknown_device_and_more_memory_than_a_known_one_has_are_refused():
     with pytest.raises(ConfigError, match=r'node.device="H1OO" is no known device. Did you mean .*H100'):
         device_named("H1OO")
-
-
-def test_more_memory_than_the_device_has_is_a_slip():
     with pytest.raises(ConfigError, match=r'gpu_memory_gib=141 is more than node.device="H100" has \(80 GiB'):
         device_of(cluster("node.gpu_memory_gib=141"))
-
-
-def test_amd_devices_are_known_by_the_name_that_torch_gives():
-    assert known_device("AMD Instinct MI300X").name == "MI300X"
+    assert known_device("AMD Instinct MI300X").name == "MI300X", "by the name that torch gives"

@@ -23,25 +23,13 @@ from mcore_rl.planning.weights import active_adapters
 
 ROWS, LENGTH = 2, 24
 SIZES = {
-    "num_layers": 3,
-    "hidden_size": 32,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 12,
-    "ffn_hidden_size": 72,
+    "num_layers": 3, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 12, "ffn_hidden_size": 72,
     "vocab_size": 100,
-}
+}  # fmt: skip
 COMMON = {
-    "num_hidden_layers": 3,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "intermediate_size": 72,
-    "vocab_size": 100,
-    "attn_implementation": "eager",
-    "experts_implementation": "eager",
-}
+    "num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12,
+    "intermediate_size": 72, "vocab_size": 100, "attn_implementation": "eager", "experts_implementation": "eager",
+}  # fmt: skip
 LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14}
 
 
@@ -56,18 +44,11 @@ def deepseek(q_lora_rank):
         COMMON
         | LATENT
         | {
-            "num_key_value_heads": 4,
-            "head_dim": 6,
-            "q_lora_rank": q_lora_rank,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 20,
-            "n_shared_experts": 2,
-            "first_k_dense_replace": 1,
-            "n_group": 2,
-            "topk_group": 1,
+            "num_key_value_heads": 4, "head_dim": 6, "q_lora_rank": q_lora_rank, "n_routed_experts": 8,
+            "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_shared_experts": 2, "first_k_dense_replace": 1,
+            "n_group": 2, "topk_group": 1,
         }
-    )
+    )  # fmt: skip
     return ours, DeepseekV3ForCausalLM(DeepseekV3Config(**theirs))
 
 

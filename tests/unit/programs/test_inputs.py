@@ -61,17 +61,9 @@ def test_a_run_that_named_no_tokenizer_is_known_by_the_tokenizer_of_its_data(tmp
     (run / "config.toml").write_text(dump_config(PretrainConfig(data=DataConfig(train=(str(prefix),)))))
     refuse_other_tokenizer(other, str(run))  # data of another tool has no record of its tokenizer
     described = Sidecar(
-        tokenizer_kind="huggingface",
-        tokenizer_digest=one.digest,
-        vocab_size=3,
-        eod_id=0,
-        max_token_id=2,
-        documents=1,
-        tokens=2,
-        dtype="uint16",
-        bad_lines=0,
-        sources=(),
-    )
+        tokenizer_kind="huggingface", tokenizer_digest=one.digest, vocab_size=3, eod_id=0, max_token_id=2,
+        documents=1, tokens=2, dtype="uint16", bad_lines=0, sources=(),
+    )  # fmt: skip
     (tmp_path / "books.json").write_bytes(described.to_json())
     refuse_other_tokenizer(one, str(run))
     with pytest.raises(DataError, match=r"is of a run on .*books, which was made with another tokenizer"):

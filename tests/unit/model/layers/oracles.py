@@ -10,29 +10,14 @@ from torch import Tensor
 def small_config(**changes: Any) -> TransformerConfig:
     """A Megatron config of a small SwiGLU model."""
     settings: dict[str, Any] = {
-        "num_layers": 1,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "num_query_groups": 2,
-        "kv_channels": 8,
-        "ffn_hidden_size": 48,
-        "num_moe_experts": 4,
-        "moe_router_topk": 2,
-        "moe_ffn_hidden_size": 24,
-        "moe_grouped_gemm": True,
-        "moe_token_dispatcher_type": "alltoall",
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "add_bias_linear": False,
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
-        "normalization": "RMSNorm",
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "bias_activation_fusion": False,
-        "masked_softmax_fusion": False,
+        "num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 8,
+        "ffn_hidden_size": 48, "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24,
+        "moe_grouped_gemm": True, "moe_token_dispatcher_type": "alltoall", "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0, "add_bias_linear": False, "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu, "normalization": "RMSNorm", "attention_dropout": 0.0,
+        "hidden_dropout": 0.0, "bias_activation_fusion": False, "masked_softmax_fusion": False,
         "init_method_std": 0.3,
-    }
+    }  # fmt: skip
     config = TransformerConfig(**settings | changes)
     config.layers, config.rounds_products = "torch", False
     return config
