@@ -43,6 +43,10 @@ def test_real_servers_are_tested_once_a_week_and_all_else_each_night():
     )
 
 
+OUTPUT = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+PYTEST = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-c", str(ROOT / "pyproject.toml")]
+
+
 @pytest.fixture
 def job(tmp_path):
     """A job of which make is the script that is given."""
@@ -52,13 +56,7 @@ def job(tmp_path):
         make.write_text(f"#!/bin/sh\n{script}\n")
         make.chmod(0o755)
         path = f"{tmp_path}:{os.environ['PATH']}"
-        return subprocess.Popen(
-            [JOB, name],
-            env={**ENVIRONMENT, "PATH": path, **variables},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        return subprocess.Popen([JOB, name], env={**ENVIRONMENT, "PATH": path, **variables}, **OUTPUT)
 
     return start
 
@@ -146,13 +144,7 @@ def test_only_the_cells_that_a_mark_names_run_by_default_and_the_others_are_coun
     file.write_text(MATRIX)
     words = [word.format(file=os.path.relpath(file, ROOT)) for word in arguments]
     words += [] if any("::" in word for word in words) else [str(file)]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-c", str(ROOT / "pyproject.toml"), "-v", *words],
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-    )
+    done = subprocess.run([*PYTEST, "-v", *words], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
     assert f"{run} passed" in done.stdout, done.stdout
     counted = f"{left_out} more tests and cells of matrices run with --all (make test-all)"
     assert (counted in done.stdout) == bool(left_out)
@@ -162,10 +154,7 @@ def test_only_the_cells_that_a_mark_names_run_by_default_and_the_others_are_coun
 def test_a_mark_cannot_name_a_cell_that_is_not_there(tmp_path):
     file = tmp_path / "test_matrix.py"
     file.write_text(MATRIX.replace('"d")', '"e")'))
-    words = ["-p", "tests.conftest", "-c", str(ROOT / "pyproject.toml"), str(file)]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *words], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True
-    )
+    done = subprocess.run([*PYTEST, str(file)], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
     assert "test_cell has no cell e, which its mark names" in done.stdout + done.stderr
 
 
@@ -179,16 +168,8 @@ def test_tests_that_hang_are_named_with_their_stacks(tmp_path):
         f"    pathlib.Path('{tmp_path}/began').touch()\n"
         "    threading.Event().wait()\n"
     )
-    words = ["-n", "1", "-p", "tests.conftest", "-c", str(ROOT / "pyproject.toml"), str(file)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", *words],
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    command = [*PYTEST, "-n", "1", str(file)]
+    process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, start_new_session=True, **OUTPUT)
     until_s = time.monotonic() + 120
     while not (tmp_path / "began").exists() and process.poll() is None and time.monotonic() < until_s:
         time.sleep(0.05)
