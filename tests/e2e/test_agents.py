@@ -35,18 +35,14 @@ def test_a_run_with_an_agent_is_bit_equal_after_a_resume(
     agent: str, replay: str, rl_file: Path, tmp_path: Path
 ) -> None:
     run_dir, words = tmp_path / "rl", [*WORDS, f"rl.agent.function={agent}", f"replay.kind={replay}"]
-    words += [
-        "train.steps=4",
-        "train.eval_interval=4",
-        "checkpoint.interval=2",
-    ]  # two rollouts, and between them a save
+    # Two rollouts, and between them a save.
+    words += ["train.steps=4", "train.eval_interval=4", "checkpoint.interval=2"]
     succeed("mcore_rl.programs.rl", [rl_file, *words])
     wanted = computed(run_dir)
     metrics = read_metrics(run_dir)
     assert max(metrics["rollout/mismatch_max"].values()) < 1e-4
     assert set(metrics["environment/ended_failed_fraction"].values()) == {0.0}
-    assert min(metrics["environment/turns"].values()) >= 2
-    assert "eval/reward" in metrics
+    assert min(metrics["environment/turns"].values()) >= 2 and "eval/reward" in metrics
     samples = [json.loads(line) for line in (run_dir / "samples/step_0000000.jsonl").read_text().splitlines()]
     assert all(len(one["spans"]) == 2 + len(one.get("segments", ())) for one in samples)
     assert all(one["turns"][-1]["role"] == "assistant" for one in samples)

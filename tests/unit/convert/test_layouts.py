@@ -61,13 +61,8 @@ def test_a_trained_checkpoint_stays_one_of_its_run(converted: Converted, tmp_pat
     """A run that goes on compares its settings, files and code with the marker's."""
     source = tmp_path / "source"
     shutil.copytree(converted("llama")[1], source)
-    of_run = replace(
-        read_marker(source),
-        program="pretrain",
-        settings={"train": {"steps": 5}},
-        inputs={"data.train": {"a": "b"}},
-        numerics=5,
-    )
+    changes = {"settings": {"train": {"steps": 5}}, "inputs": {"data.train": {"a": "b"}}, "numerics": 5}
+    of_run = replace(read_marker(source), program="pretrain", **changes)
     write_marker(source, of_run)
     found = read_marker(relaid(source, tmp_path / "other", KeyLayout("te", "each")))
     assert replace(of_run, files=found.files, crc32=found.crc32, time=found.time) == found

@@ -61,12 +61,9 @@ def variants() -> dict[str, ModelConfig]:
     deepseek = found["deepseek_v3"]
     found["deepseek_v3-mtp"] = deepseek.model_copy(update={"mtp_layers": 2})
     found["glm_moe_dsa-mtp"] = found["glm_moe_dsa"].model_copy(update={"mtp_layers": 1})
-    found["deepseek_v3-alike"] = deepseek.model_copy(
-        update={
-            "moe": deepseek.moe.model_copy(update={"first_dense_layers": 0}),
-            "mla": deepseek.mla.model_copy(update={"q_lora_rank": None}),
-        }
-    )
+    moe = deepseek.moe.model_copy(update={"first_dense_layers": 0})
+    mla = deepseek.mla.model_copy(update={"q_lora_rank": None})
+    found["deepseek_v3-alike"] = deepseek.model_copy(update={"moe": moe, "mla": mla})
     return found
 
 

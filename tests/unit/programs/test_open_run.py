@@ -145,10 +145,6 @@ def test_what_the_config_names_is_used_and_the_difference_reported(tmp_path, her
 def test_layers_that_are_not_here_are_reported(tmp_path: Path, here: Platform, then: str) -> None:
     resumed, (warning,) = keep_layers(AUTO, here, recorded(tmp_path, here, then))
     assert resumed == here and f'has the layers "{then}"' in warning
-
-
-def test_compiled_layers_of_a_machine_that_has_none_here_are_reported(tmp_path: Path, here: Platform) -> None:
-    folder = recorded(tmp_path, here, here.layers_id)
     without = here.with_torch_layers("there is no compiler")
-    resumed, (warning,) = keep_layers(AUTO, without, folder)
+    resumed, (warning,) = keep_layers(AUTO, without, recorded(tmp_path, here, here.layers_id))
     assert resumed == without and 'computes with "torch"' in warning

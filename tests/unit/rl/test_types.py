@@ -14,18 +14,11 @@ def completion(*versions: VersionSpan, length: int = 5, segments: tuple[int, ...
 
 
 def test_versions_rise_in_each_segment_alone_and_the_stale_tokens_lead_each() -> None:
-    spans = (
-        VersionSpan(3, 0, 2),
-        VersionSpan(7, 2, 3),
-        VersionSpan(3, 3, 5),
-        VersionSpan(5, 5, 6),
-        VersionSpan(7, 6, 8),
-    )
+    of_version = ((3, 0, 2), (7, 2, 3), (3, 3, 5), (5, 5, 6), (7, 6, 8))
+    spans = tuple(VersionSpan(*span) for span in of_version)
     one = completion(*spans, length=8, segments=(3, 6))
-    assert one.policy_version == 3
-    assert one.stale_spans(7) == ((0, 2), (3, 6))
-    assert one.stale_spans(5) == ((0, 2), (3, 5))
-    assert one.stale_spans(3) == ()
+    assert one.policy_version == 3 and one.stale_spans(7) == ((0, 2), (3, 6))
+    assert one.stale_spans(5) == ((0, 2), (3, 5)) and one.stale_spans(3) == ()
     assert one.stale_spans(8) == ((0, 3), (3, 6), (6, 8))
     whole = completion(VersionSpan(3, 0, 8), length=8, segments=(0, 6))
     assert whole.stale_spans(4) == ((0, 6), (6, 8)), "a span of several segments"

@@ -100,9 +100,8 @@ def test_an_import_is_made_for_what_the_run_wants_of_the_model(tmp_path: Path) -
     config, tensors = with_mtp()
     source = write_hf(tmp_path / "mtp", config, tensors)
     whole = load_run_config(PretrainConfig, None, [f"model.path={source}"])
-    without = load_run_config(
-        PretrainConfig, None, [f"model.path={source}", "model.mtp_layers=0", "model.vocab_multiple=64"]
-    )
+    less = [f"model.path={source}", "model.mtp_layers=0", "model.vocab_multiple=64"]
+    without = load_run_config(PretrainConfig, None, less)
     assert whole.model.mtp_layers == 1
     one, other = (import_of(str(source), config.model, tmp_path) for config in (whole, without))
     assert one is not None and other is not None and one.path != other.path

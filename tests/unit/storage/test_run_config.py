@@ -147,9 +147,8 @@ def test_a_model_of_the_hub_is_found_in_its_cache_by_name_and_by_folder(
     (model / "snapshots/4567cdef").mkdir()  # of an earlier revision: the main branch decides
     by_folder = load_run_config(PretrainConfig, None, [f"model.path={model}"])
     assert by_folder.data == named.data
-    with pytest.raises(
-        ConfigError, match=r"cache on this machine has no model of that name. .*`hf download org/Other`"
-    ):
+    advice = r"cache on this machine has no model of that name. .*`hf download org/Other`"
+    with pytest.raises(ConfigError, match=advice):
         load_run_config(PretrainConfig, None, ["model.path=org/Other"])
 
 

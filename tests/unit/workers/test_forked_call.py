@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -38,28 +39,19 @@ def test_a_result_larger_than_a_pipe_comes_back_whole() -> None:
     assert call.result() == list(range(300_000))
 
 
-def test_our_errors_are_raised_as_they_are() -> None:
-    def fail() -> None:
-        raise CheckpointError("the disk is full")
+def test_our_errors_are_raised_as_they_are_and_others_and_a_kill_are_reported() -> None:
+    def raising(error: Exception) -> Callable[[], None]:
+        def fail() -> None:
+            raise error
+
+        return fail
 
     with pytest.raises(CheckpointError, match=r"^the disk is full$"):
-        ForkedCall(fail).result()
-
-
-def test_other_errors_are_told() -> None:
-    def fail() -> None:
-        raise ZeroDivisionError("of nothing")
-
+        ForkedCall(raising(CheckpointError("the disk is full"))).result()
     with pytest.raises(ForkedCallError, match=r"^ZeroDivisionError: of nothing$"):
-        ForkedCall(fail).result()
-
-
-def test_a_killed_process_is_told() -> None:
-    def die() -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
+        ForkedCall(raising(ZeroDivisionError("of nothing"))).result()
     with pytest.raises(ForkedCallError, match="ended by SIGKILL"):
-        ForkedCall(die).result()
+        ForkedCall(lambda: os.kill(os.getpid(), signal.SIGKILL)).result()
 
 
 def test_requests_to_stop_do_not_end_it() -> None:

@@ -160,14 +160,12 @@ def test_a_server_gets_neither_the_ranks_variables_nor_those_of_training(
         monkeypatch.setenv(name, value)
     words = ("rl.engine.count=1", "rl.engine.devices=[2]", 'rl.engine.environment={CUDA_DEVICE_MAX_CONNECTIONS="8"}')
     found = server_command(config_of(tmp_path, *words), tmp_path / "s", 1, on_gpu=True)
-    shown = ServerProcess(
-        lambda port: dataclasses.replace(found, command=("env",)), tmp_path / "log", devices=(2, 0), port=1
-    )
+    own = dataclasses.replace(found, command=("env",))
+    shown = ServerProcess(lambda port: own, tmp_path / "log", devices=(2, 0), port=1)
     wait_for(lambda: not shown.is_alive)
     lines = (tmp_path / "log").read_text().splitlines()
     assert {"NCCL_SOCKET_IFNAME=ib0", "CUDA_VISIBLE_DEVICES=GPU-7,4", "CUDA_DEVICE_MAX_CONNECTIONS=8"} <= set(lines)
     assert not {line.partition("=")[0] for line in lines} & of_run.keys()
-    with pytest.raises(
-        ConfigError, match=r"rl.engine.devices=\[3\] with CUDA_VISIBLE_DEVICES=4,5,GPU-7: .* the 3 that"
-    ):
+    refusal = r"rl.engine.devices=\[3\] with CUDA_VISIBLE_DEVICES=4,5,GPU-7: .* the 3 that"
+    with pytest.raises(ConfigError, match=refusal):
         ServerProcess(lambda port: found, tmp_path / "log", devices=(3,))

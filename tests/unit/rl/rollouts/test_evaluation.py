@@ -38,12 +38,10 @@ def summary(correct: list[bool | None]) -> GroupSummary:
 
 def test_metrics_are_means_over_all_answers() -> None:
     metrics = reduced(evaluation_metrics([summary([True, False, False, False]), summary([False] * 4)]))
-    assert metrics["eval/accuracy"] == 1 / 8
-    assert metrics["eval/reward"] == 1 / 16
+    assert metrics["eval/accuracy"] == 1 / 8 and metrics["eval/reward"] == 1 / 16
     assert metrics["eval/truncated_fraction"] == 2 / 8
     assert metrics["eval/pass_at_2"] == pytest.approx((1 - 3 / 6) / 2)
-    assert metrics["eval/pass_at_4"] == 0.5
-    assert "eval/pass_at_8" not in metrics
+    assert metrics["eval/pass_at_4"] == 0.5 and "eval/pass_at_8" not in metrics
 
 
 def test_answers_whose_score_failed_count_in_no_accuracy() -> None:
@@ -74,14 +72,11 @@ def test_seeds_differ_between_runs_prompts_and_indices() -> None:
 
 
 def test_the_table_shows_best_and_worst() -> None:
-    samples = [
-        {"reward": float(n), "prompt": f"p{n}", "completion": "line\nbreak " + "x" * 99, "answer": "a"}
-        for n in range(9)
-    ]
+    text = "line\nbreak " + "x" * 99
+    samples = [{"reward": float(n), "prompt": f"p{n}", "completion": text, "answer": "a"} for n in range(9)]
     lines = list(table_lines(samples, 3))
     assert [line.split("|")[0].split()[1] for line in lines] == ["8.000", "4.000", "0.000"]
     assert all("\n" not in line and len(line) < 150 for line in lines)
-    assert list(table_lines(samples[:1], 3)) == [
-        f"reward  0.000 | prompt p0 | completion {('line break ' + 'x' * 99)[:57]}... | answer a"
-    ]
+    row = f"reward  0.000 | prompt p0 | completion {('line break ' + 'x' * 99)[:57]}... | answer a"
+    assert list(table_lines(samples[:1], 3)) == [row]
     assert list(table_lines([], 3)) == []

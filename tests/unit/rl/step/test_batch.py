@@ -104,10 +104,8 @@ def test_a_microbatch_without_samples_is_padding_that_counts_for_nothing() -> No
     for is_fixed, length in ((False, 4), (True, 16)):
         limits = PackingLimits(max_tokens=16, multiple=4, sample_multiple=1, is_fixed=is_fixed)
         batch = make_microbatch({}, [], limits, ALONE, CPU).with_advantages({}, torch.ones(3))
-        assert batch.shape == (1, length)
-        assert not batch.mask_T.any()
-        assert batch.inputs.is_padding_Bs.all()
-        assert batch.loss_weights_T.sum() == 0
+        assert batch.shape == (1, length) and not batch.mask_T.any()
+        assert batch.inputs.is_padding_Bs.all() and batch.loss_weights_T.sum() == 0
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -181,8 +179,7 @@ def test_segments_are_sequences_of_their_own_without_their_last_token(multiple: 
     assert batch.rollout_logprobs_T[batch.mask_T].tolist() == [-21, -22, -23, -31, -32, -24, -25, -33, -34, -35]
     assert batch.lengths_N.tolist() == [5, 5]
     tokens = local_tokens(layout_of(batch), one_rank)
-    assert tokens.lengths == (9, 7)
-    assert tokens.is_real_t.nonzero().flatten().tolist() == real
+    assert tokens.lengths == (9, 7) and tokens.is_real_t.nonzero().flatten().tolist() == real
     assert tokens.position_t[real].tolist() == batch.place_T[real].tolist()
     assert tokens.sample_index_t[real].tolist() == [0] * 9 + [1] * 7
 
@@ -193,12 +190,8 @@ def test_numbers_of_each_token_come_to_their_segment(rank: int) -> None:
     limits = PackingLimits(max_tokens=64, multiple=4, sample_multiple=4)
     samples = {0: segmented(0), 1: segmented(1)}
     batch = make_microbatch(samples, [1, 0], limits, Axis(None, rank, 2), CPU)
-    numbers = {
-        index: at_positions(
-            torch.tensor([float(t) for t in chain(*SEGMENTS[index]) if 20 <= t < 40]), samples[index].shape
-        )
-        for index in samples
-    }
+    tokens = {index: [float(t) for t in chain(*SEGMENTS[index]) if 20 <= t < 40] for index in samples}
+    numbers = {index: at_positions(torch.tensor(tokens[index]), samples[index].shape) for index in samples}
     weighted = batch.with_advantages(numbers, torch.ones(2)).with_returns(numbers)
     labels_T = batch.inputs.labels_Bs[0][batch.mask_T]
     assert weighted.advantages_T[batch.mask_T].tolist() == labels_T.tolist()

@@ -49,9 +49,8 @@ def test_the_gradient_of_texts_is_that_of_their_mean_beside_the_mean_of_completi
         torch.randn(1, size, 32, generator=generator, dtype=torch.float64).requires_grad_()
         for size in (completions.shape[1], 4)
     )
-    policy = PolicyHead(
-        LogprobHead(one_rank, 30, temperature=0.7, chunk_tokens=4), one_rank, policy_objective(loss_config(kind="ppo"))
-    )
+    logprobs = LogprobHead(one_rank, 30, temperature=0.7, chunk_tokens=4)
+    policy = PolicyHead(logprobs, one_rank, policy_objective(loss_config(kind="ppo")))
     head = MixedHead(policy, one_rank, vocab_size=30, chunk_tokens=4, weight=0.5 * num_tokens / 3)
     parts = [head(completions, logits_1TV), head(text, text_1TV)]
     assert sum(int(part.count) for part in parts) == num_tokens
@@ -68,6 +67,5 @@ def test_the_gradient_of_texts_is_that_of_their_mean_beside_the_mean_of_completi
         values = [part.outputs[name] for part in parts]
         total = torch.stack(values).amax() if name.startswith("max/") else torch.stack(values).sum()
         assert total == value, name
-    assert sum(part.outputs["ptx_loss"] for part in parts).item() == pytest.approx(
-        cross_entropy[[0, 2, 3]].sum().item(), rel=1e-12
-    )
+    found = sum(part.outputs["ptx_loss"] for part in parts).item()
+    assert found == pytest.approx(cross_entropy[[0, 2, 3]].sum().item(), rel=1e-12)

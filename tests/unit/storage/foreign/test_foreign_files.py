@@ -120,10 +120,8 @@ def test_the_list_of_parts_is_read_as_torch_reads_it(tmp_path: Path) -> None:
     assert isinstance(stored, StoredTensor) and not isinstance(read.state_dict_metadata["entry"], StoredTensor)
     assert (stored.size, stored.properties.dtype) == (wanted.size, wanted.properties.dtype)
     assert [vars(chunk) for chunk in stored.chunks] == [vars(chunk) for chunk in wanted.chunks]
-    assert {
-        (index.fqn, index.offset): (info.relative_path, info.offset, info.length)
-        for index, info in (read.storage_data or {}).items()
-    } == {
-        (index.fqn, index.offset): (info.relative_path, info.offset, info.length)
-        for index, info in torchs.storage_data.items()
-    }
+    ours, theirs = (
+        {(at.fqn, at.offset): (part.relative_path, part.offset, part.length) for at, part in places.items()}
+        for places in (read.storage_data or {}, torchs.storage_data)
+    )
+    assert ours == theirs

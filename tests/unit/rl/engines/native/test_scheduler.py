@@ -72,24 +72,19 @@ def test_every_completion_is_computed_from_its_own_positions(seed: int, can_cut:
     run(prompts, choice.randint(1, 5), slots, slots + choice.randint(1, 30), seed, can_cut)
 
 
-def test_a_prompt_is_computed_once_for_its_group() -> None:
-    drafts, tokens, _ = run([20, 15, 30], group=8, slots=24, budget=100)
-    # Once whole, and all draw from its last token; then all tokens drawn but each completion's last.
-    drawn = sum(len(draft.tokens_T) - 1 for draft in drafts)
-    assert tokens == (20 + 15 + 30) + drawn
-
-
-def test_who_gets_a_slot_after_the_prompt_computes_its_last_token_again() -> None:
-    drafts, tokens, _ = run([20], group=8, slots=3, budget=100)
-    drawn = sum(len(draft.tokens_T) - 1 for draft in drafts)
-    assert tokens == 20 + 5 + drawn
-
-
-def test_who_gets_a_slot_after_the_prompt_computes_it_anew_where_a_slot_cannot_be_cut() -> None:
-    drafts, tokens, _ = run([20], group=8, slots=3, budget=100, can_cut=False)
-    drawn = sum(len(draft.tokens_T) - 1 for draft in drafts)
-    # The first and its two followers read it once; of the other five two come at once, and read it once.
-    assert tokens == 20 + 4 * 20 + drawn
+@pytest.mark.parametrize(
+    ("prompts", "slots", "can_cut", "computed"),
+    [
+        ([20, 15, 30], 24, True, 20 + 15 + 30),  # once whole, and all draw from its last token
+        ([20], 3, True, 20 + 5),  # who gets a slot after the prompt computes its last token again
+        # The first and its two followers read it once; of the other five two come at once, and read it once.
+        ([20], 3, False, 20 + 4 * 20),
+    ],
+)
+def test_a_prompt_is_computed_once_for_its_group_and_anew_where_a_slot_cannot_be_cut(prompts, slots, can_cut, computed):
+    drafts, tokens, _ = run(prompts, group=8, slots=slots, budget=100, can_cut=can_cut)
+    # Then all tokens drawn but each completion's last.
+    assert tokens == computed + sum(len(draft.tokens_T) - 1 for draft in drafts)
 
 
 def test_all_of_a_group_draw_in_the_step_that_ends_its_prompt() -> None:
@@ -97,8 +92,7 @@ def test_all_of_a_group_draw_in_the_step_that_ends_its_prompt() -> None:
     scheduler = Scheduler(drafts, 4, 5)
     step = scheduler.next_step()
     assert step.spans == (PromptSpan(0, 0, 5, followers=(1, 2)),)
-    assert step.drawing == (0, 1, 2)
-    assert step.branches == [Copy(0, 1, 5), Copy(0, 2, 5)]
+    assert step.drawing == (0, 1, 2) and step.branches == [Copy(0, 1, 5), Copy(0, 2, 5)]
     scheduler.computed(step)
     assert [draft.cached for draft in scheduler.active] == [5, 5, 5]
 
@@ -111,10 +105,7 @@ def test_a_finished_row_is_replaced_at_once() -> None:
 
 
 def test_a_prompt_beyond_the_budget_is_read_in_parts_while_others_go_on() -> None:
-    drafts = [
-        Draft(group=0, index=0, prompt_T=(1, 2), seed=0),
-        Draft(group=1, index=0, prompt_T=tuple(range(25)), seed=0),
-    ]
+    drafts = [Draft(group=n, index=0, prompt_T=tuple(range(size)), seed=0) for n, size in enumerate((2, 25))]
     scheduler = Scheduler(drafts, 2, 10)
     seen = []
     for _ in range(4):
