@@ -199,13 +199,6 @@ def world_union(of_rank: Mapping[int, str]) -> dict[int, str]:
     return dict(sorted(merged.items()))
 
 
-def from_every_rank(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Collective over the group (None: the world): return each rank's value, in the order of ranks."""
-    values = [value] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
 def world_max(value: int) -> int:
     """Collective over the world: return the largest of the ranks' values."""
     box = torch.tensor(value)
