@@ -68,10 +68,7 @@ class LayerActivations:
 
     def all_parts(self, kind: LayerKind) -> dict[str, int]:
         """Return the bytes by part of the layer, without recomputation."""
-        mixer = self._delta_net() if kind.mixer == "delta" else self._attention()
-        feed_forward = self._experts() if kind.is_moe else self._mlp()
-        choice = {"choice": self.choice} if kind.mixer == "indexed" else {}
-        return dict(self._norms()) | dict(mixer) | dict(feed_forward) | choice
+        return dict(self._parts(kind))
 
     def kept(self, kind: LayerKind) -> int:
         """Return the bytes kept with `platform.recompute` none or selective."""
@@ -111,20 +108,28 @@ class LayerActivations:
     def _fp8_element(self) -> int:
         return self.element if self.platform.fp8 == "none" else 1
 
-    def _norms(self) -> Iterator[tuple[str, int]]:
+    def _parts(self, kind: LayerKind) -> Iterator[tuple[str, int]]:
         yield "inputs", 2 * self.residual  # of both norms
         # The products behind the norms read their outputs.
         yield "normed", 2 * self.residual // self.element * self._fp8_element
         if self.layers == "torch":
             yield "norm_statistics", 2 * self._slice * STATISTIC_BYTES
-
-    def _attention(self) -> Iterator[tuple[str, int]]:
-        if self._is_latent:
+        if kind.mixer == "delta":
+            yield from self._delta_net()
+        elif self._is_latent:
             yield from self._latent_attention()
         elif self.layers == "te":
             yield from self._grouped_queries_te()
         else:
             yield from self._grouped_queries_torch()
+        if kind.is_moe:
+            yield from self._experts()
+        else:
+            numbers = self.tokens * self.model.ffn_hidden_size // self.mesh.tp
+            yield "up", 2 * numbers * self.element
+            yield "act", numbers * self._fp8_element
+        if kind.mixer == "indexed":
+            yield "choice", self.choice
 
     def _delta_net(self) -> Iterator[tuple[str, int]]:
         delta, tp = self.model.delta, self.mesh.tp
@@ -221,11 +226,6 @@ class LayerActivations:
         # Bytes; the 8-bit product behind attention keeps its own copy of the output.
         copy = 1 if self.platform.fp8 != "none" else 0
         return self.tokens * width * (self.element + copy)
-
-    def _mlp(self) -> Iterator[tuple[str, int]]:
-        numbers = self.tokens * self.model.ffn_hidden_size // self.mesh.tp
-        yield "up", 2 * numbers * self.element
-        yield "act", numbers * self._fp8_element
 
     def _experts(self) -> Iterator[tuple[str, int]]:
         model, moe, tp = self.model, self.model.moe, self.mesh.tp

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from math import inf, isinf
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import cast
 
 from mcore_rl.checks.cluster import placement
 from mcore_rl.checks.programs import PROGRAMS
@@ -297,18 +297,16 @@ def imbalance_of_run(ep: int, records: Sequence[Mapping[str, object]]) -> float 
     """
     if ep == 1:
         return None
-    found = [_imbalance(loads, ep) for record in records if (loads := record.get(EXPERT_LOADS))]
+    found = []
+    for loads in filter(None, (record.get(EXPERT_LOADS) for record in records)):
+        of_layers = []
+        for layer in cast(Sequence[Sequence[float]], loads):
+            if sum(layer):  # dense layers have zeros
+                local = len(layer) // ep
+                ranks = [sum(layer[first : first + local]) for first in range(0, len(layer), local)]
+                of_layers.append(max(ranks) * ep / sum(layer))
+        found.append(fmean(of_layers) if of_layers else 1.0)
     return median(found) if found else None
-
-
-def _imbalance(loads: Any, ep: int) -> float:
-    of_layers = []
-    for layer in loads:
-        if sum(layer):  # dense layers have zeros
-            local = len(layer) // ep
-            ranks = [sum(layer[first : first + local]) for first in range(0, len(layer), local)]
-            of_layers.append(max(ranks) * ep / sum(layer))
-    return fmean(of_layers) if of_layers else 1.0
 
 
 def fitted_speed(work: Workload, seconds: float) -> dict[str, float]:

@@ -44,17 +44,13 @@ def forward_flops_per_token(config: ModelConfig, seq_length: float) -> dict[str,
 def train_flops_by_length(config: ModelConfig, lora: LoraConfig | None = None) -> Callable[[float], float]:
     """Return `train_flops_per_token` of this model as a function of the length, which changes from step to step."""
     forward = _forward_flops_by_length(config)
-    if lora is None or not lora.is_on:
-
-        def of_all(seq_length: float) -> float:
-            parts = forward(seq_length)
-            return FORWARD_AND_BACKWARD * sum(parts.values()) - (FORWARD_AND_BACKWARD - 1) * parts["indexer"]
-
-        return of_all
-    adapters = FORWARD_AND_BACKWARD * 2.0 * active_adapters(lora, config)
+    is_adapted = lora is not None and lora.is_on
+    adapters = 0.0 if lora is None else FORWARD_AND_BACKWARD * 2.0 * active_adapters(lora, config)
 
     def of_length(seq_length: float) -> float:
         parts = forward(seq_length)
+        if not is_adapted:
+            return FORWARD_AND_BACKWARD * sum(parts.values()) - (FORWARD_AND_BACKWARD - 1) * parts["indexer"]
         # Both factors of attention's scores, and of a state's products, are activations, each with a gradient.
         without_weights = parts["attention_scores"] + parts["delta_rule"]
         return (FORWARD_AND_BACKWARD - 1) * sum(parts.values()) + without_weights + adapters
@@ -70,11 +66,14 @@ def _forward_flops_by_length(config: ModelConfig) -> Callable[[float], dict[str,
     # Layers with an even index may have a window, layers with an odd index have none.
     by_parity = [sum(layer % 2 == odd for layer in attending) for odd in (0, 1)]
     num_delta, delta = num_layers - len(attending), config.delta
+    convolved = 2 * delta.query_width + delta.value_width
+    delta_projections = hidden * (convolved + 2 * delta.value_width + 2 * delta.value_heads)
+    delta_projections += delta.conv_width * convolved
     family = family_of(config)
     projections, scores = (_latent_attention if family.is_latent else _attention)(config)
     shared_gate = hidden if family.has_shared_expert_gate else 0
     macs = {
-        "attention_projections": len(attending) * projections + num_delta * _delta_projections(config),
+        "attention_projections": len(attending) * projections + num_delta * delta_projections,
         "attention_scores": 0.0,
         "indexer": 0.0,
         "delta_rule": num_delta * 3 * delta.value_heads * delta.key_dim * delta.value_dim,
@@ -85,14 +84,15 @@ def _forward_flops_by_length(config: ModelConfig) -> Callable[[float], dict[str,
         "mtp_projections": config.mtp_layers * 2 * hidden * hidden,
         "output": (1 + config.mtp_layers) * hidden * (1 if config.head == "score" else config.vocab_size),
     }
-
-    num_indexers = sum(kind.mixer == "indexed" for kind in kinds)
-    index_projections, index_scores = _indexer(config)
+    num_indexers, indexer = sum(kind.mixer == "indexed" for kind in kinds), config.indexer
+    index_projections = (config.mla.q_lora_rank or hidden) * indexer.heads * indexer.width
+    index_projections += hidden * (indexer.width + indexer.heads)
 
     def of_length(seq_length: float) -> dict[str, float]:
         # Sequences of up to topk tokens attend to all keys, and their keys have no scores.
-        is_choosing = config.indexer.top_k is not None and seq_length > config.indexer.top_k
-        indexed = num_indexers * (index_projections + seq_length / 2 * index_scores) if is_choosing else 0.0
+        indexed = 0.0
+        if indexer.top_k is not None and seq_length > indexer.top_k:
+            indexed = num_indexers * (index_projections + seq_length / 2 * (indexer.heads * indexer.width))
         seen = sum(by_parity[odd] * _seen_positions(config, odd, seq_length) for odd in (0, 1))
         return {
             part: 2.0 * count
@@ -116,19 +116,6 @@ def _attention(config: ModelConfig) -> tuple[int, int]:
     key_value = 2 * config.num_kv_heads * config.head_dim
     gate = query if family_of(config).has_output_gate else 0
     return config.hidden_size * (2 * query + key_value + gate), 2 * query
-
-
-def _indexer(config: ModelConfig) -> tuple[int, int]:
-    shape, hidden = config.indexer, config.hidden_size
-    queries = (config.mla.q_lora_rank or hidden) * shape.heads * shape.width
-    return queries + hidden * (shape.width + shape.heads), shape.heads * shape.width
-
-
-def _delta_projections(config: ModelConfig) -> int:
-    delta = config.delta
-    convolved = 2 * delta.query_width + delta.value_width
-    projected = convolved + 2 * delta.value_width + 2 * delta.value_heads
-    return config.hidden_size * projected + delta.conv_width * convolved
 
 
 def _latent_attention(config: ModelConfig) -> tuple[int, int]:

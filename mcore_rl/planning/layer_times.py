@@ -7,7 +7,6 @@ for tensor and sequence parallelism, 2412.19437 section 3.2 (DeepEP) for experts
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
 from math import ceil, sqrt
 
 from mcore_rl.config.mesh import MeshConfig
@@ -293,10 +292,9 @@ def layer_times(work: Workload, kind: LayerKind) -> LayerTimes:
     roof = Roofline(work)
     parts: dict[str, list[float]] = {}
     mixer = _delta_net(roof) if kind.mixer == "delta" else _attention(roof)
-    if kind.mixer == "indexed":
-        mixer = chain(mixer, _indexer(roof))
+    indexer = _indexer(roof) if kind.mixer == "indexed" else ()
     is_moe = kind.is_moe
-    for name, (forward, backward) in (*mixer, *(_experts(roof) if is_moe else _mlp(roof))):
+    for name, (forward, backward) in (*mixer, *indexer, *(_experts(roof) if is_moe else _mlp(roof))):
         part = parts.setdefault(name, [0.0, 0.0])
         part[0] += forward
         part[1] += backward
@@ -428,13 +426,18 @@ def _delta_net(roof: Roofline) -> Iterator[tuple[str, Seconds]]:
 def _mlp(roof: Roofline) -> Iterator[tuple[str, Seconds]]:
     work, model = roof.work, roof.work.model
     width = model.ffn_hidden_size // work.mesh.tp
-    yield "dense MLP", roof.linear(roof.tokens, 2 * width, model.hidden_size, fp8=work.fp8)
-    yield "dense MLP", roof.linear(roof.tokens, model.hidden_size, width, fp8=work.fp8)
-    gathered, scattered = (roof.slice, roof.tokens), (roof.tokens, roof.slice)
-    yield "dense MLP", roof.adapter("mlp", gathered, 2 * width, model.hidden_size, blocks=2)
-    yield "dense MLP", roof.adapter("mlp", scattered, model.hidden_size, width)
+    yield from _gated(roof, "dense MLP", "mlp", width)
     yield "activation", roof.stream(roof.tokens * width, 3)
-    gather = roof.ring(roof.tokens * model.hidden_size * roof.element, work.mesh.tp)
+
+
+def _gated(roof: Roofline, part: str, target: Target, width: int) -> Iterator[tuple[str, Seconds]]:
+    # A gated MLP of this `width` on a rank, without its activation.
+    work, hidden = roof.work, roof.work.model.hidden_size
+    yield part, roof.linear(roof.tokens, 2 * width, hidden, fp8=work.fp8)
+    yield part, roof.linear(roof.tokens, hidden, width, fp8=work.fp8)
+    yield part, roof.adapter(target, (roof.slice, roof.tokens), 2 * width, hidden, blocks=2)
+    yield part, roof.adapter(target, (roof.tokens, roof.slice), hidden, width)
+    gather = roof.ring(roof.tokens * hidden * roof.element, work.mesh.tp)
     yield "tensor parallel", (2 * gather, 3 * gather)
 
 
@@ -455,11 +458,4 @@ def _experts(roof: Roofline) -> Iterator[tuple[str, Seconds]]:
     exchange = roof.dispatch()
     yield "all-to-all", (2 * exchange, 2 * exchange)
     if moe.shared_experts:
-        shared = moe.shared_width // mesh.tp
-        yield "shared experts", roof.linear(roof.tokens, 2 * shared, hidden, fp8=work.fp8)
-        yield "shared experts", roof.linear(roof.tokens, hidden, shared, fp8=work.fp8)
-        gathered, scattered = (roof.slice, roof.tokens), (roof.tokens, roof.slice)
-        yield "shared experts", roof.adapter("shared_experts", gathered, 2 * shared, hidden, blocks=2)
-        yield "shared experts", roof.adapter("shared_experts", scattered, hidden, shared)
-        gather = roof.ring(roof.tokens * hidden * roof.element, mesh.tp)
-        yield "tensor parallel", (2 * gather, 3 * gather)
+        yield from _gated(roof, "shared experts", "shared_experts", moe.shared_width // mesh.tp)

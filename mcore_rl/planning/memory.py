@@ -464,8 +464,12 @@ class StageMemory:
         group = platform.recompute_layers if platform.recompute == "full" else 0
 
         # Recomputed layers without an indexer need the choice that they share: it is kept.
-        shared = sum(_shared_choices(model, layers) for layers in self.layout.chunks[stage]) * layer.choice
-        choices = shared * chunks_in_flight(mesh, stage, num_microbatches) // mesh.vpp if group else 0
+        shared = sum(
+            pair == ("indexed", "shared")
+            for layers in self.layout.chunks[stage]
+            for pair in pairwise(model.mixers[index] for index in layers)
+        )
+        choices = shared * layer.choice * chunks_in_flight(mesh, stage, num_microbatches) // mesh.vpp if group else 0
 
         def kept(kinds: Mapping[LayerKind, int]) -> int:
             if group:
@@ -486,11 +490,6 @@ class StageMemory:
         if len(set(sizes_of_chunks)) == 1:
             return chunks_in_flight(mesh, stage, num_microbatches) * sizes_of_chunks[0] + choices, recomputed
         return most_kept(mesh, stage, num_microbatches, sizes_of_chunks) + choices, recomputed
-
-
-def _shared_choices(model: ModelConfig, layers: Sequence[int]) -> int:
-    mixers = [model.mixers[layer] for layer in layers]
-    return sum(pair == ("indexed", "shared") for pair in pairwise(mixers))
 
 
 BYTE_CODES = 256
@@ -560,7 +559,7 @@ class Disk:
 
 def disk_of(training: Training) -> Disk:
     """Return the bytes that a whole run takes."""
-    checkpoint, steps, whole = training.checkpoint, training.steps, MeshConfig()
+    checkpoint, steps, rollouts, whole = training.checkpoint, training.steps, training.rollouts, MeshConfig()
     weights, state = counts.Weights(), 0
     # A checkpoint holds every model that is trained, including a critic.
     for model in (model for model in training.models if model.trains):
@@ -574,10 +573,14 @@ def disk_of(training: Training) -> Disk:
             state += muon_state_bytes(model.optim, stage, 0, MAIN_COPY_BYTES[training.platform.precision])
     element = 2 if training.platform.precision == "bf16" else 4
     saves = -(-steps // (checkpoint.interval or steps))
+    samples = 0
+    if rollouts is not None and rollouts.samples_interval is not None:
+        files = -(-training.num_rollouts // rollouts.samples_interval)
+        samples = files * rollouts.num_completions * training.sample_length * TEXT_BYTES
     return Disk(
         checkpoint=weights.total * element + state + weights.fp32_buffers * counts.FP32_BYTES,
         num_checkpoints=saves if checkpoint.keep == "all" else min(saves, checkpoint.keep + 1),
-        samples=_samples(training),
+        samples=samples,
     )
 
 
@@ -595,14 +598,6 @@ def disk_warning(run_dir: Path, disk: Disk) -> str:
         f"{f' beside {_gib(written)} of checkpoints' if written else ''}. Make room, choose another run_dir, or lower "
         "checkpoint.keep."
     )
-
-
-def _samples(training: Training) -> int:
-    rollouts = training.rollouts
-    if rollouts is None or rollouts.samples_interval is None:
-        return 0
-    written = -(-training.num_rollouts // rollouts.samples_interval)
-    return written * rollouts.num_completions * training.sample_length * TEXT_BYTES
 
 
 def _gib(size: int) -> str:

@@ -13,7 +13,7 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import LayerKind, ModelConfig
 from mcore_rl.config.rl.rollout import InProcessConfig, ServedConfig
 from mcore_rl.families import family_of
-from mcore_rl.planning.device import Device, Links, Rates
+from mcore_rl.planning.device import Device, Rates
 from mcore_rl.planning.flops import forward_flops_per_token
 from mcore_rl.planning.layer_times import LayerTimes, Workload, all_layer_times
 from mcore_rl.planning.step import stage_times, step
@@ -228,7 +228,10 @@ def decode_seconds(
     computed = flops / (device.peak_tflops["bf16"] * 1e12 * DECODE_PRODUCTS)
     seconds = max(read / (links.hbm_gbytes_per_s * 1e9 * rates.hbm), computed)
     if max(engine.tp, engine.ep) > 1:
-        seconds += _messages(model, links, engine, rows, rates)
+        inside = max(engine.tp, engine.ep) <= links.domain
+        speed = links.link_gbytes_per_s * 1e9 * rates.link if inside else links.nic_gbit_per_s / 8 * 1e9 * rates.nic
+        each = rates.decode_message_s * (1 if inside else ACROSS) + 2 * rows * model.hidden_size / speed
+        seconds += 2 * model.num_layers * each
     return seconds + model.num_layers * engine.layer_s + rates.decode_step_s
 
 
@@ -273,10 +276,3 @@ def _cached_numbers(model: ModelConfig, engine: Engine) -> float:
         each = mla.kv_lora_rank + mla.qk_rope_head_dim if engine.is_served else whole
         return model.num_layers * each + model.mixers.count("indexed") * model.indexer.width
     return model.mixers.count("attention") * 2 * max(1.0, model.num_kv_heads / engine.tp) * model.head_dim
-
-
-def _messages(model: ModelConfig, links: Links, engine: Engine, rows: float, rates: Rates) -> float:
-    inside = max(engine.tp, engine.ep) <= links.domain
-    speed = links.link_gbytes_per_s * 1e9 * rates.link if inside else links.nic_gbit_per_s / 8 * 1e9 * rates.nic
-    each = rates.decode_message_s * (1 if inside else ACROSS) + 2 * rows * model.hidden_size / speed
-    return 2 * model.num_layers * each

@@ -76,8 +76,20 @@ def meshes(training: Training, ranks_per_node: int) -> Iterator[MeshConfig]:
 
 def kept_activations(training: Training) -> list[KeptActivations]:
     """Return micro-batches and kinds of recomputation to try, in order of decreasing kept activations."""
-    has_fp8 = training.platform.fp8 != "none"
-    kinds = [("none", ()), *_selective(training.model, fp8=has_fp8), ("full", ())]
+    model, has_fp8 = training.model, training.platform.fp8 != "none"
+    kinds: list[tuple[str, tuple[str, ...]]] = [("none", ())]
+    # In 8 bits, norms and activations of experts can be recomputed only with some recipes and from TransformerEngine
+    # 2.6 on, which a plan does not know.
+    light: tuple[str, ...] = () if has_fp8 else ("layernorm",)
+    if family_of(model).is_latent:
+        light = ("mla_up_proj", *light)
+        kinds.append(("selective", light))
+    if model.is_moe:
+        kinds += [] if has_fp8 else [("selective", ("moe_act", *light))]
+        kinds.append(("selective", ("moe", *light)))
+    elif light:
+        kinds.append(("selective", ("mlp", *light)))
+    kinds.append(("full", ()))
     micro = MICRO_BATCHES if training.rollouts is None else (1,)
     return [KeptActivations(size, kind, modules) for size in micro for kind, modules in kinds]
 
@@ -90,17 +102,13 @@ def relaxed(training: Training) -> Iterator[Training]:
         yield routes
     if training.optim.offload_fraction or training.platform.precision != "bf16":
         return
-    for choice in (training, routes):
-        if choice is not None:
-            yield _offloaded(choice)
-
-
-def _offloaded(training: Training) -> Training:
     models = [
         replace(model, optim=model.optim.model_copy(update={"offload_fraction": 1.0})) if model.optim else model
         for model in training.models
     ]
-    return replace(training, models=tuple(models))
+    for choice in (training, routes):
+        if choice is not None:
+            yield replace(choice, models=tuple(models))
 
 
 def configured(config: RunConfig, training: Training) -> RunConfig:
@@ -146,21 +154,6 @@ def _fields(training: Training) -> dict[str, Any]:
 def toml_lines(fields: dict[str, Any]) -> list[str]:
     """Return fields as lines of TOML without blanks, which a command line takes too."""
     return [f"{key}={toml_value(value).replace(', ', ',')}" for key, value in fields.items()]
-
-
-def _selective(model: ModelConfig, *, fp8: bool) -> Iterator[tuple[str, tuple[str, ...]]]:
-    # In 8 bits, norms and activations of experts can be recomputed only with some recipes and from TransformerEngine
-    # 2.6 on, which a plan does not know.
-    light = () if fp8 else ("layernorm",)
-    if family_of(model).is_latent:
-        yield "selective", ("mla_up_proj", *light)
-        light = ("mla_up_proj", *light)
-    if model.is_moe:
-        if not fp8:
-            yield "selective", ("moe_act", *light)
-        yield "selective", ("moe", *light)
-    elif light:
-        yield "selective", ("mlp", *light)
 
 
 def _context_parallel(ranks: int, tp: int, seq_length: int, configured: int) -> Iterator[int]:

@@ -271,29 +271,20 @@ def _finish(work: Workload, slowest: float) -> dict[str, float]:
     share = weights.dense / dense_dp + weights.expert / expert_dp
     if not work.is_sharded:
         share = float(weights.dense + weights.expert)
-    on_device = share * (1 - work.offload_fraction)
+    on_device, rates = share * (1 - work.offload_fraction), work.rates
+    state_bytes = MAIN_MOVED_BYTES + work.gradient_bytes + 2 * work.moment_bytes  # moments are read and written
     parts = {
         "gradients": reduce,
         "parameters": gather,
-        "optimizer": roof.moved(on_device * _state_moved_bytes(work))
-        + roof.moved(float(work.gradient_bytes) * weights.trainable),
-        "start and end": work.rates.fixed_s,
+        "optimizer": roof.moved(on_device * state_bytes) + roof.moved(float(work.gradient_bytes) * weights.trainable),
+        "start and end": rates.fixed_s,
     }
     if work.offload_fraction:
-        parts["optimizer in main memory"] = _offloaded(work, share - on_device)
+        offloaded = share - on_device
+        update = offloaded * state_bytes / (rates.host_memory_gbytes_per_s * 1e9)
+        travel = offloaded * HOST_LINK_BYTES / (rates.host_link_gbytes_per_s * 1e9)
+        parts["optimizer in main memory"] = max(update, travel) if work.offload_overlap else update + travel
     return parts
-
-
-def _state_moved_bytes(work: Workload) -> int:
-    # Moments are read and written.
-    return MAIN_MOVED_BYTES + work.gradient_bytes + 2 * work.moment_bytes
-
-
-def _offloaded(work: Workload, weights: float) -> float:
-    rates = work.rates
-    update = weights * _state_moved_bytes(work) / (rates.host_memory_gbytes_per_s * 1e9)
-    travel = weights * HOST_LINK_BYTES / (rates.host_link_gbytes_per_s * 1e9)
-    return max(update, travel) if work.offload_overlap else update + travel
 
 
 def tokens_per_s(work: Workload, seconds: float) -> float:

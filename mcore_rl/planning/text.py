@@ -77,14 +77,13 @@ def estimate_lines(plan: Estimate) -> Iterator[str]:
     if fullest.server is not None:
         yield f"        {servers_text(plan, fullest, fullest.server)}"
     if fullest.host_routes:
-        each = _node_gib(plan, fullest.host_routes)
-        yield f"        main memory for routes (replay.store): {each:,.1f} GiB a node"
-    if fullest.host_sent:
-        each = _node_gib(plan, fullest.host_sent)
-        yield f"        main memory for the weights last sent (rl.engine.delta): {each:,.0f} GiB a node"
-    if fullest.host_optimizer:
-        each = _node_gib(plan, fullest.host_optimizer)
-        yield f"        main memory for the optimizer (optim.offload_fraction): {each:,.0f} GiB a node"
+        yield f"        main memory for routes (replay.store): {_node_gib(plan, fullest.host_routes):,.1f} GiB a node"
+    for content, size in (
+        ("the weights last sent (rl.engine.delta)", fullest.host_sent),
+        ("the optimizer (optim.offload_fraction)", fullest.host_optimizer),
+    ):
+        if size:
+            yield f"        main memory for {content}: {_node_gib(plan, size):,.0f} GiB a node"
     if plan.step is None:
         device = plan.place.device
         name = "node.device is not set" if device is None else f"no bandwidths of {device.name} are known"

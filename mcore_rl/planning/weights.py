@@ -130,7 +130,11 @@ def layer_weights(model: ModelConfig, mesh: MeshConfig, kind: LayerKind) -> Weig
     else:
         mixer = _attention(model, family, mesh.tp)
     mixer += _vectors(2 * hidden)  # the two norms
-    frozen = Weights(frozen=_indexer(model) if kind.mixer == "indexed" else 0)
+    frozen, indexer = Weights(), model.indexer
+    if kind.mixer == "indexed":
+        # Whole on every tensor-parallel rank: queries, keys with their norm's weight and bias, and the heads' weights.
+        queries = (model.mla.q_lora_rank or hidden) * indexer.heads * indexer.width
+        frozen = Weights(frozen=queries + (hidden + 2) * indexer.width + hidden * indexer.heads)
     # Each layer of latent attention has its own tables.
     tables = _yarn_tables(model, model.mla.qk_rope_head_dim if family.is_latent else 0)
     if not kind.is_moe:
@@ -191,14 +195,6 @@ def delta_state_bytes(model: ModelConfig, tp: int, element: int) -> int:
     state = FP32_BYTES * delta.value_heads * delta.key_dim * delta.value_dim
     inputs = element * (delta.conv_width - 1) * (2 * delta.query_width + delta.value_width)
     return (state + inputs) // tp
-
-
-def _indexer(model: ModelConfig) -> int:
-    # The indexer is whole on every tensor-parallel rank.
-    shape, hidden = model.indexer, model.hidden_size
-    queries = (model.mla.q_lora_rank or hidden) * shape.heads * shape.width
-    # The 2 are the weight and the bias of the keys' norm.
-    return queries + (hidden + 2) * shape.width + hidden * shape.heads
 
 
 def _latent_attention(model: ModelConfig, tp: int) -> Weights:
