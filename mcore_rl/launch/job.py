@@ -217,11 +217,6 @@ class JobScript:
         return tuple(dict.fromkeys(path for path in (self.work_dir, self.run_dir, self.code_dir) if path))
 
     @property
-    def log_file(self) -> str:
-        """Log of the script itself, with sbatch's placeholders."""
-        return f"{self.run_dir}/logs/{'%A_%a' if self.options.array else '%j'}.log"
-
-    @property
     def sbatch_options(self) -> tuple[str, ...]:
         """Options of sbatch in order, without those that every job has."""
         slurm, options = self.cluster.slurm, self.options
@@ -307,7 +302,7 @@ def _directives(job: JobScript) -> Iterator[str]:
         *([f"--signal=B:USR1@{job.survival.signal_s}"] if job.is_training else []),
         "--requeue",
         "--open-mode=append",  # a requeued attempt has the same id and log
-        f"--output={job.log_file}",
+        f"--output={job.run_dir}/logs/{'%A_%a' if job.options.array else '%j'}.log",
         f"--chdir={job.work_dir}",
         *job.sbatch_options,
     ]

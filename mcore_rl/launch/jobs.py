@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,6 +22,12 @@ LEVELS = 3
 """Depth to which folders are searched for runs."""
 NOT_STARTED = "not started"
 """First words on a job that never ran because a stage before it failed."""
+CONSEQUENCES = {
+    "requeue": "requeued",
+    "restart": "started again within its allocation",
+    "orphan": MEANING[STATUS["cancelled"]],
+}
+"""What followed the end of an attempt; an exit status has its meaning."""
 COLUMNS = ("run", "job", "state", "attempts", "step", "tokens/s/rank", "checkpoint", "age", "nodes", "why")
 
 
@@ -108,7 +115,13 @@ def status_of(run: Path, submission: records.Submission, queued: Mapping[str, sl
     job = None if queued is None else queued.get(name) or slurm.ended(name)
     # Records come newest first.
     newest = max((_number(entry, "time") or 0 for entry in metrics[:1] + attempts[:1]), default=0)
-    reason = records.done(run) or (_why(job, attempts, queued) if attempts else _stage_before(submission, job, queued))
+    done = records.done(run)
+    reasons = [done or (_why(job, attempts, queued) if attempts else _stage_before(submission, job, queued))]
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        servers = json.loads((run / "servers" / "status.json").read_text(encoding="utf-8"))["servers"]
+        living = [entry["url"] for entry in servers if entry["is_serving"]]
+        silent = [entry["url"] for entry in servers if not entry["is_serving"]]
+        reasons.append(f"servers {len(living)}/{len(servers)}{', without ' if silent else ''}{', '.join(silent)}")
     # Problems that the last start worked around (also in its log), such as a damaged checkpoint; and later warnings of
     # the log, such as that nothing is learned.
     warnings = [f"warning: {text}" for text in records.resume_warnings(run)]
@@ -116,14 +129,14 @@ def status_of(run: Path, submission: records.Submission, queued: Mapping[str, sl
     return RunStatus(
         run=str(run),
         job=name,
-        state="DONE" if records.done(run) else _state(job, attempts, is_asked=queued is not None),
+        state="DONE" if done else _state(job, attempts, is_asked=queued is not None),
         attempts=sum(entry.get("event") == "start" for entry in attempts),
         step=_first(metrics, "step"),
         tokens_per_s_per_rank=_first(metrics, "train/tokens_per_s_per_rank"),
         checkpoint=records.last_step(run),
         age_s=datetime.now(UTC).timestamp() - newest if newest else None,
         nodes=(job.nodes if job else "") or str(attempts[0].get("nodes", "") if attempts else ""),
-        why="; ".join(part for part in (reason, *_health_of_servers(run), *warnings) if part),
+        why="; ".join(part for part in (*reasons, *warnings) if part),
     )
 
 
@@ -175,33 +188,16 @@ def _why(
         return f"before: {last['why']}{cause} at step {last.get('step')}" if last else ""
     if last.get("event") == "end":
         cause = f"{last['cause']}; " if last.get("cause") else ""
-        reasons.append(f"{last.get('why')}: {cause}{_consequence(str(last.get('then')))}")
+        then = str(last.get("then"))
+        consequence = CONSEQUENCES.get(then, then)
+        if then.isdecimal():
+            consequence = MEANING.get(int(then), f"status {then}")
+        reasons.append(f"{last.get('why')}: {cause}{consequence}")
     elif last.get("event") == "start" and not (job and job.is_alive):
         status = next((reason.removeprefix("status ") for reason in reasons if reason.startswith("status ")), "")
         meaning = f" ({MEANING[int(status)]})" if status.isdecimal() and int(status) in MEANING else ""
         reasons.append(f"its last attempt ended without a record{meaning}: see logs/latest")
     return "; ".join(reasons)
-
-
-def _health_of_servers(run: Path) -> Iterator[str]:
-    try:
-        servers = json.loads((run / "servers" / "status.json").read_text(encoding="utf-8"))["servers"]
-        living = [entry["url"] for entry in servers if entry["is_serving"]]
-        silent = [entry["url"] for entry in servers if not entry["is_serving"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        return
-    yield f"servers {len(living)}/{len(servers)}{', without ' if silent else ''}{', '.join(silent)}"
-
-
-def _consequence(then: str) -> str:
-    if then.isdecimal():
-        return MEANING.get(int(then), f"status {then}")
-    names = {
-        "requeue": "requeued",
-        "restart": "started again within its allocation",
-        "orphan": MEANING[STATUS["cancelled"]],
-    }
-    return names.get(then, then)
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -73,13 +73,15 @@ def check_training(config: RunConfig, cluster: ClusterConfig, nodes: int, allowa
         *image_violations(cluster.container),
     ]
     too_large = [] if plan.fits else [_too_large(plan, cluster, nearest_text(search(config, world, plan.place)))]
+    done_text = records.done(run_dir)
+    redo = f'run_dir="{run_dir}": {done_text}. Delete its DONE and raise train.steps to train on, or choose another.'
     refuse(
         [
             *(() if allowances.tp_across_nodes else placed.refused),
             *(() if allowances.force else too_large),
             *(() if allowances.absent else missing),
             *folder_violations(run_dir),
-            *_done_violations(run_dir),
+            *([redo] if done_text else ()),
             *environment_file_violations(cluster, run_dir),
         ]
     )
@@ -161,11 +163,6 @@ def folder_violations(run_dir: Path) -> Iterator[str]:
     if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
         yield f'run_dir="{run_dir}" cannot be written: {existing} is no folder that you may write to. Choose another.'
     yield from in_use_violations(run_dir)
-
-
-def _done_violations(run_dir: Path) -> Iterator[str]:
-    if done_text := records.done(run_dir):
-        yield f'run_dir="{run_dir}": {done_text}. Delete its DONE and raise train.steps to train on, or choose another.'
 
 
 def in_use_violations(run_dir: Path) -> Iterator[str]:
@@ -304,7 +301,7 @@ def plan_conversion(
         name=options.name or _name("convert", run_dir),
         program="convert",
         module="mcore_rl.cli.cli",
-        arguments=_conversion(stage),
+        arguments=("convert", *stage.arguments),
         run_dir=str(run_dir),
         is_training=False,
         starter="once",
@@ -348,11 +345,7 @@ def _refuse_unready(run_dir: Path, cluster: ClusterConfig, allowances: Allowance
 
 def conversion_text(stage: ConversionStage) -> str:
     """Return the command of a conversion, which its job writes to DONE in the end."""
-    return f"mcore-rl {shlex.join(_conversion(stage))}"
-
-
-def _conversion(stage: ConversionStage) -> tuple[str, ...]:
-    return ("convert", *stage.arguments)
+    return f"mcore-rl {shlex.join(('convert', *stage.arguments))}"
 
 
 def _placement(cluster: ClusterConfig, options: JobOptions, folder: Path, gpus: int) -> dict[str, Any]:

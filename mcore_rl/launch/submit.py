@@ -24,7 +24,6 @@ from mcore_rl.config.cluster import ClusterConfig, SlurmConfig
 from mcore_rl.config.kinds import READERS
 from mcore_rl.config.load import files_of, kind_of, load_config
 from mcore_rl.config.pipeline import ConversionStage, PipelineConfig, TrainingStage
-from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError, McoreRlError
 from mcore_rl.launch import planning, slurm
 from mcore_rl.launch.job import JOB_SH, JobOptions, render
@@ -56,11 +55,6 @@ class Code:
         if not self.commit:
             return f"mcore-rl {mcore_rl.__version__}, installed"
         return f"{self.commit}{' and code.patch' if self.changed else ''}"
-
-
-def this_code() -> Code:
-    """Return the code that is running."""
-    return code_at(Path(mcore_rl.__file__).resolve().parents[1])
 
 
 def code_at(root: Path) -> Code:
@@ -170,7 +164,7 @@ def main(args: argparse.Namespace) -> int:
     for plan in plans:  # on standard error, so that standard output is only the script
         for line in (*plan.checked.lines, *(f"warning: {warning}" for warning in plan.checked.warnings)):
             sys.stderr.write(f"{plan.job.name}: {line}\n")
-    code = this_code()
+    code = code_at(Path(mcore_rl.__file__).resolve().parents[1])
     if args.dry_run:
         return _show(plans, code)
     if not args.allow_dirty:
@@ -267,14 +261,21 @@ def _pipeline(
     is_next = True
     run_dirs: set[Path] = set()
     for name, stage in stages:
-        run_dir = _run_dir(pipeline, name, stage)
+        config = None
+        if isinstance(stage, TrainingStage):
+            assert stage.config is not None, "a pipeline yields the stages that have one"
+            config = load_run_config(PROGRAMS[name].config, Path(stage.config), stage.fields)
+        run_dir = (Path(pipeline.run_dir) / name if config is None else Path(config.run_dir)).absolute()
         if run_dir in run_dirs:
             raise ConfigError(
                 f'{name}: run_dir="{run_dir}" is that of an earlier stage too. Give each its own, as '
                 f'{name}.fields = ["run_dir=runs/{name}"].'
             )
         run_dirs.add(run_dir)
-        if is_next and (text := _finished(run_dir, stage)):
+        text = done(run_dir) if is_next else ""
+        if isinstance(stage, ConversionStage) and text != planning.conversion_text(stage):
+            text = ""  # it has converted something else
+        if text:
             sys.stderr.write(f"{name}: finished and skipped ({text}); to run it again delete {run_dir}/DONE\n")
             continue
         is_next = False
@@ -289,7 +290,7 @@ def _pipeline(
             yield replace(plan, modes=_modes(args.cluster, None))
             outputs = {Path(word).absolute() for word in stage.arguments}
         else:
-            config = _config(name, stage)
+            assert config is not None
             plan = planning.plan_training(
                 name, config, cluster, stage.nodes, options=stage_options, allowances=allowances
             )
@@ -297,25 +298,6 @@ def _pipeline(
             yield replace(plan, modes=_modes(args.cluster, Path(str(stage.config))))
         allowances = replace(allowances, promised=allowances.promised | outputs)
         before = name
-
-
-def _config(name: str, stage: TrainingStage) -> RunConfig:
-    assert stage.config is not None, "a pipeline yields the stages that have one"
-    return load_run_config(PROGRAMS[name].config, Path(stage.config), stage.fields)
-
-
-def _run_dir(pipeline: PipelineConfig, name: str, stage: TrainingStage | ConversionStage) -> Path:
-    if isinstance(stage, ConversionStage):
-        return (Path(pipeline.run_dir) / name).absolute()
-    return Path(_config(name, stage).run_dir).absolute()
-
-
-def _finished(run_dir: Path, stage: TrainingStage | ConversionStage) -> str:
-    """Return the text of the stage's DONE; empty where it has not finished, or has converted something else."""
-    text = done(run_dir)
-    if isinstance(stage, ConversionStage) and text != planning.conversion_text(stage):
-        return ""
-    return text
 
 
 def _show(plans: Sequence[planning.PlannedJob], code: Code) -> int:
@@ -372,7 +354,10 @@ def _submit(plan: planning.PlannedJob, code: Code, after: str = "") -> str:
             _lock(claim, plan.folder.parent / LOCK)
             refuse(list(planning.in_use_violations(run_dir)))
             with ExitStack() as undo:
-                _make(plan.folder)
+                try:
+                    plan.folder.mkdir()
+                except FileExistsError:  # it is not ours, and stays
+                    raise ConfigError(f"{plan.folder} was made by another launch meanwhile. Launch again.") from None
                 undo.callback(shutil.rmtree, plan.folder, ignore_errors=True)
                 for name, text in plan.files.items():
                     _write(plan.folder / name, text, plan.modes)
@@ -398,14 +383,6 @@ def _lock(claim: ExitStack, lock: Path) -> None:
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
-
-
-def _make(folder: Path) -> None:
-    # Fails when another launch has made it: an existing folder is not ours.
-    try:
-        folder.mkdir()
-    except FileExistsError:
-        raise ConfigError(f"{folder} was made by another launch meanwhile. Launch again.") from None
 
 
 def _write(path: Path, text: str, modes: Mapping[str, int]) -> None:
