@@ -86,18 +86,6 @@ def fields_help(kind: str) -> str:
     return "\n\n".join(["The fields of CONFIG, with their defaults:", *sections])
 
 
-def sections_at(kind: str, key: str) -> list[SectionDoc]:
-    """Return section `key` of a kind and those inside, or a field's section with it alone; [] for neither."""
-    docs = describe_sections(KINDS[kind])
-    if sections := [doc for doc in docs if doc.key == key or doc.key.startswith(f"{key}.")]:
-        return sections
-    return [
-        SectionDoc(key=doc.key, meaning=doc.meaning, fields=fields)
-        for doc in docs
-        if (fields := tuple(field for field in doc.fields if field.key == key))
-    ]
-
-
 def section_help(section: SectionDoc) -> str:
     """Return help for a section: its meaning, then key, default, type and meaning of its fields."""
     width = min(max(shutil.get_terminal_size().columns, 60), 110)
@@ -114,7 +102,14 @@ def section_help(section: SectionDoc) -> str:
 def _texts(kinds: Sequence[str], key: str) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for kind in kinds:
-        if sections := sections_at(kind, key):
+        docs = describe_sections(KINDS[kind])
+        # A section and those inside it, or else a field's section with the field alone.
+        sections = [doc for doc in docs if doc.key == key or doc.key.startswith(f"{key}.")] or [
+            SectionDoc(key=doc.key, meaning=doc.meaning, fields=fields)
+            for doc in docs
+            if (fields := tuple(field for field in doc.fields if field.key == key))
+        ]
+        if sections:
             found.setdefault("\n\n".join(map(section_help, sections)), []).append(kind)
     return found
 

@@ -233,9 +233,8 @@ def open_engine(trained: ModelFolder, weights: Path, tokenizer: Tokenizer, seed:
     # The engine's KV cache works with our own attention, not TransformerEngine's; the weights are the same.
     ours = {"recompute": "none", "layers": "auto", "fp8": "none", "bf16_products": False}
     settings = trained.platform.model_copy(update=ours)
-    mesh_config = MeshConfig()
     platform = platforms.start(settings, allows_te=False)
-    mesh = build_mesh(mesh_config)
+    mesh = build_mesh(MeshConfig())
     seed_ranks(seed)
     chunks, _ = load_model(trained.model, stored_lora(weights), mesh, platform, settings, weights)
     return MegatronEngine(chunks, mesh, trained.model, tokenizer.decode, NativeConfig())

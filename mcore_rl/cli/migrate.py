@@ -317,27 +317,23 @@ def _is_setting(word: str) -> bool:
 
 def _arguments(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Yield the settings of a command: `--flag value ...`, `--flag=value`, `--flag` and `a.b=c`; a table's by key."""
-    for key, value in _words(words):
-        yield from _leaves(value, f"{key}.") if isinstance(value, dict) else ((key, value),)
-
-
-def _words(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the settings of a command, whose values can be tables."""
     i = 0
     while i < len(words):
         word = words[i]
         i += 1
-        key, equals, value = word.partition("=")
+        name, equals, text = word.partition("=")
         if word.startswith("--") and not equals:
             values = []
             while i < len(words) and not (_is_setting(words[i]) or re.match(r"-[a-zA-Z]", words[i])):
                 values.append(_parsed(words[i]))
                 i += 1
-            yield key[2:].replace("-", "_"), True if not values else values[0] if len(values) == 1 else values
-        elif _is_setting(word) and not word.startswith("~"):
-            parsed = _parsed(value)
-            if parsed is not None:
-                yield key.lstrip("+-").replace("-", "_"), parsed
+            name, value = name[2:], True if not values else values[0] if len(values) == 1 else values
+        elif _is_setting(word) and not word.startswith("~") and (value := _parsed(text)) is not None:
+            name = name.lstrip("+-")
+        else:
+            continue
+        name = name.replace("-", "_")
+        yield from _leaves(value, f"{name}.") if isinstance(value, dict) else ((name, value),)
 
 
 def _parsed(text: str) -> Any:

@@ -54,9 +54,9 @@ def write_problems(args: argparse.Namespace) -> int:
             return line_of_pair(problem, seed, args.faults)
         return line_of_problem(problem, seed, args.cut_fraction)
 
-    files = {args.output: list(map(line, to_learn))}
+    files, valid_path = {args.output: list(map(line, to_learn))}, args.output.with_stem(f"{args.output.stem}_valid")
     if args.valid:
-        files[valid_path(args.output)] = list(map(line, to_validate))
+        files[valid_path] = list(map(line, to_validate))
     for path, lines in files.items():
         _refuse_other(path, lines, Path(args.config))
     for path, lines in files.items():
@@ -68,14 +68,9 @@ def write_problems(args: argparse.Namespace) -> int:
             raise DataError(f"{path} cannot be written: {error.strerror}. Choose another --output.") from error
     text = f"{args.output}: {args.count} {kind} of {prompts.task}, none of the {len(held_out)} held out for evaluation"
     if args.valid:
-        text += f"\n{valid_path(args.output)}: {args.valid} others to validate on"
+        text += f"\n{valid_path}: {args.valid} others to validate on"
     Console().print(text, soft_wrap=True)
     return 0
-
-
-def valid_path(output: Path) -> Path:
-    """Return the file for validation problems next to `output`: pairs_valid.jsonl for pairs.jsonl."""
-    return output.with_stem(f"{output.stem}_valid")
 
 
 def line_of_problem(problem: Problem, seed: int, cut_fraction: float) -> dict[str, str]:

@@ -237,11 +237,20 @@ def _text(
     sound = "has these weights" if limit.statistic == "largest" else "has these weights up to rounding"
     verdict = sound if excess is None else "does NOT have these weights"
     other = f"of {older}" if older else f"times {NUDGE}"
+    expert, of_experts = found.expert, []
+    if ours.experts_NTLK is not None and expert is None:
+        of_experts = ["no expert has tokens enough to be compared with the others"]
+    elif ours.experts_NTLK is not None and expert is not None:
+        is_apart = "it is another one on the server" if expert.is_apart else "as rounding does"
+        of_experts = [
+            f"the expert that stands out most is {expert.expert} of layer {expert.layer}: its tokens differ by "
+            f"{expert.ratio:.2f} times as much as the others, {expert.errors:.1f} standard errors; {is_apart}"
+        ]
     text = [
         f"{url} {verdict}: {checkpoint}",
         f"logprobs of {len(probe.sequences)} sequences differ by {found.largest:.2e} at most, {found.mean:.2e} in the "
         f"mean; the limit is {limit.limit:.1e} {number}",
-        *_expert_lines(found, is_shown=ours.experts_NTLK is not None),
+        *of_experts,
         "",
         f"With one group of weights {other} instead, logprobs",
         f"{'group':<16}{'change by':>12}{'then differ from the server by':>34}",
@@ -257,16 +266,3 @@ def _text(
         few = "no sequence" if limit.statistic == "largest" else f"fewer than {FEWEST_EXPERT_TOKENS} tokens"
         text.append(f"{probe.num_unreached} experts are reached by {few}: what they alone lack is not seen")
     return "\n".join(text) + "\n"
-
-
-def _expert_lines(found: ProbeDifference, *, is_shown: bool) -> list[str]:
-    expert = found.expert
-    if not is_shown:
-        return []
-    if expert is None:
-        return ["no expert has tokens enough to be compared with the others"]
-    is_apart = "it is another one on the server" if expert.is_apart else "as rounding does"
-    return [
-        f"the expert that stands out most is {expert.expert} of layer {expert.layer}: its tokens differ by "
-        f"{expert.ratio:.2f} times as much as the others, {expert.errors:.1f} standard errors; {is_apart}"
-    ]

@@ -34,7 +34,14 @@ def show_config(args: argparse.Namespace) -> int:
 def make_report(args: argparse.Namespace) -> int:
     """Write the page and print its path and the number of warnings, or serve it; `args` from `mcore-rl report`."""
     if args.serve:
-        return _serve(args)
+        with LiveServer(args.runs, args.port or 0) as server:
+            sys.stdout.write(f"{server.url} follows {', '.join(map(str, args.runs))}; Ctrl-C ends it\n")
+            sys.stdout.flush()
+            try:
+                server.serve_forever()
+            except KeyboardInterrupt:
+                sys.stdout.write(f"{after_echo()}ended\n")
+        return 0
     if args.port is not None:
         raise ConfigError(f"--port {args.port} is of a page that follows its runs. Add --serve.")
     try:
@@ -46,15 +53,4 @@ def make_report(args: argparse.Namespace) -> int:
     counts = "".join(f"; {number} {level}{'s' * (number > 1)}" for level, number in levels.items())
     size_kib = args.output.stat().st_size / 1024
     sys.stdout.write(f"{args.output}: {len(args.runs)} run{'s' * (len(args.runs) > 1)}, {size_kib:.0f} KiB{counts}\n")
-    return 0
-
-
-def _serve(args: argparse.Namespace) -> int:
-    with LiveServer(args.runs, args.port or 0) as server:
-        sys.stdout.write(f"{server.url} follows {', '.join(map(str, args.runs))}; Ctrl-C ends it\n")
-        sys.stdout.flush()
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            sys.stdout.write(f"{after_echo()}ended\n")
     return 0

@@ -139,14 +139,6 @@ def interval(values: Sequence[float]) -> tuple[float, float | None]:
     return fmean(values), student_t(len(values) - 1) * stdev(values) / math.sqrt(len(values))
 
 
-def interval_text(values: Sequence[float]) -> str:
-    """Return mean and half width of the 95 % interval as text; "-" without values."""
-    if not values:
-        return "-"
-    mean, half = interval(values)
-    return f"{mean:.4g}" if half is None else f"{mean:.4g} ± {half:.2g}"
-
-
 def mean_of(*names: str) -> Callable[[StudyRun], float | None]:
     """Return a column: the mean over rollout batches of the sum of these metrics; None if a value is missing."""
 
@@ -222,9 +214,12 @@ class StudyRow:
     collapse_below: float = 0.5
 
     def cell(self, column: str) -> str:
-        """Return the mean over the seeds as text, with its 95 % interval if there are several seeds."""
-        values = [COLUMNS[column](run) for run in self.runs]
-        return interval_text([value for value in values if value is not None])
+        """Return the mean over the seeds as text, with its 95 % interval if there are several; "-" without a value."""
+        values = [value for run in self.runs if (value := COLUMNS[column](run)) is not None]
+        if not values:
+            return "-"
+        mean, half = interval(values)
+        return f"{mean:.4g}" if half is None else f"{mean:.4g} ± {half:.2g}"
 
     @property
     def collapses(self) -> str:
@@ -283,7 +278,13 @@ class PlannedRun:
 def main(args: argparse.Namespace) -> int:
     """Do the unfinished runs, and write the results after each; return 0 or the first failed run's status."""
     study = load_config(StudyConfig, Path(args.config), args.overrides)
-    refuse_other_files(Path(study.run_dir), Path(args.config))
+    for name in RESULTS:
+        refuse_replacing(
+            Path(study.run_dir) / name,
+            [("STUDY", Path(args.config))],
+            overwrite=True,
+            foreign=lambda path: None if has_mark(path, STUDY_MARK) else "was not written by `mcore-rl study`",
+        )
     console = Console()
     planned = list(plan(study))
     status, stopped, module = 0, False, PROGRAMS["rl"].module
@@ -324,17 +325,6 @@ def plan(study: StudyConfig) -> Iterator[PlannedRun]:
             except ConfigError as error:
                 raise ConfigError(f"arm {arm!r}: {error}") from None
             yield PlannedRun(arm, seed, folder, arguments, ranks)
-
-
-def refuse_other_files(folder: Path, config: Path) -> None:
-    """Raise a ConfigError if a file that a study would write to its folder exists and no study wrote it."""
-    for name in RESULTS:
-        refuse_replacing(
-            folder / name,
-            [("STUDY", config)],
-            overwrite=True,
-            foreign=lambda path: None if has_mark(path, STUDY_MARK) else "was not written by `mcore-rl study`",
-        )
 
 
 def write_results(study: StudyConfig, planned: Sequence[PlannedRun]) -> str:
