@@ -1,7 +1,7 @@
 """Sinks of log.sinks: TensorBoard, Weights & Biases, MLflow, SwanLab and Trackio, each through its own library.
 
-A resumed run continues the same run in the service, by an id in
-`run_dir`. None of the services can delete records, so steps that run again appear twice; TensorBoard hides the first.
+A resumed run continues the same run in the service, by an id in `run_dir`. None of the services can delete records, so
+steps that run again appear twice; TensorBoard hides the first.
 """
 
 import uuid
@@ -25,9 +25,8 @@ class TensorBoardSink:
         self._writer = module.SummaryWriter(str(run.run_dir / "tensorboard"), purge_step=run.resume_step + 1)
 
     def write(self, step: int, values: Mapping[str, Reported]) -> None:
-        for name, value in values.items():
-            if isinstance(value, float | int):
-                self._writer.add_scalar(name, value, step)
+        for name, value in _scalars(values).items():
+            self._writer.add_scalar(name, value, step)
 
     def message(self, step: int, text: str, fields: Mapping[str, object]) -> None:
         """Write the text and the fields on the text page."""

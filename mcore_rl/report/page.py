@@ -55,15 +55,35 @@ class Notice:
 def notices(run: RunRecord) -> list[Notice]:
     """Return the warnings of a run, the most severe first."""
     order = ("error", "warning", "note")
-    found = [*_failures(run), *_state(run), *_events(run), *_counters(run), *_python_warnings(run)]
-    return sorted(found, key=lambda notice: order.index(notice.level))
-
-
-def _failures(run: RunRecord) -> Iterator[Notice]:
+    found: list[Notice] = []
     for path in _of_attempts(run, "failure.json"):
         with suppress(ValueError, LookupError, TypeError):  # the launcher was killed while it wrote
-            found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-            yield Notice("error", f"attempt {path.parent.name}: {found['headline']}", str(found["text"]))
+            failure = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+            found.append(Notice("error", f"attempt {path.parent.name}: {failure['headline']}", str(failure["text"])))
+    if not run.done:
+        steps = run.config.get("train", {}).get("steps")
+        found.append(Notice("warning", f"not done: the last step recorded is {run.last_step} of {steps}"))
+    for name in run.names():
+        if name == "train/loss_nats" or name.startswith("policy/"):
+            num_odd = sum(isinstance(record.get(name), str) for record in run.records)
+            if num_odd:
+                found.append(Notice("warning", f"{name} was not finite in {num_odd} records"))
+    events = Counter(event.text for event in run.events if event.text.startswith("warning: "))
+    for text, times in events.items():
+        found.append(Notice("warning", text.removeprefix("warning: ") + (f" ({times} times)" if times > 1 else "")))
+    for name, meaning in COUNTERS.items():
+        values = run.series(name).values
+        total = max(values, default=0.0) if name == "train/skipped_steps" else sum(values)
+        if total:
+            found.append(Notice("warning", f"{total:g} {meaning} ({name})"))
+    python: Counter[tuple[str, str]] = Counter()
+    for path in _of_attempts(run, "*.log"):
+        with path.open("rb") as file:
+            lines = file.read(MAX_LOG_BYTES).decode("utf-8", errors="replace").splitlines()
+        python.update((match["kind"], match["text"]) for match in map(PYTHON_WARNING.match, lines) if match)
+    for (kind, text), times in python.items():
+        found.append(Notice("note", f"{kind}: {text}" + (f" ({times} times, in all logs)" if times > 1 else "")))
+    return sorted(found, key=lambda notice: order.index(notice.level))
 
 
 def _of_attempts(run: RunRecord, pattern: str) -> Iterator[Path]:
@@ -72,41 +92,6 @@ def _of_attempts(run: RunRecord, pattern: str) -> Iterator[Path]:
         # `latest` is a link to one of the others.
         if not path.parent.is_symlink() and not (path.parent / NOT_WRITER).exists():
             yield path
-
-
-def _state(run: RunRecord) -> Iterator[Notice]:
-    steps = run.config.get("train", {}).get("steps")
-    if not run.done:
-        yield Notice("warning", f"not done: the last step recorded is {run.last_step} of {steps}")
-    for name in run.names():
-        if name == "train/loss_nats" or name.startswith("policy/"):
-            num_odd = sum(isinstance(record.get(name), str) for record in run.records)
-            if num_odd:
-                yield Notice("warning", f"{name} was not finite in {num_odd} records")
-
-
-def _events(run: RunRecord) -> Iterator[Notice]:
-    counts = Counter(event.text for event in run.events if event.text.startswith("warning: "))
-    for text, times in counts.items():
-        yield Notice("warning", text.removeprefix("warning: ") + (f" ({times} times)" if times > 1 else ""))
-
-
-def _counters(run: RunRecord) -> Iterator[Notice]:
-    for name, meaning in COUNTERS.items():
-        values = run.series(name).values
-        total = max(values, default=0.0) if name == "train/skipped_steps" else sum(values)
-        if total:
-            yield Notice("warning", f"{total:g} {meaning} ({name})")
-
-
-def _python_warnings(run: RunRecord) -> Iterator[Notice]:
-    counts: Counter[tuple[str, str]] = Counter()
-    for path in _of_attempts(run, "*.log"):
-        with path.open("rb") as file:
-            lines = file.read(MAX_LOG_BYTES).decode("utf-8", errors="replace").splitlines()
-        counts.update((match["kind"], match["text"]) for match in map(PYTHON_WARNING.match, lines) if match)
-    for (kind, text), times in counts.items():
-        yield Notice("note", f"{kind}: {text}" + (f" ({times} times, in all logs)" if times > 1 else ""))
 
 
 HOST = "127.0.0.1"
@@ -284,7 +269,22 @@ def write_report(run_dirs: Sequence[Path], output: Path) -> list[Notice]:
 
 def views_of(run_dirs: Sequence[Path]) -> list[RunView]:
     """Return the runs in the order of the page; DataError for a folder that is not a run."""
-    return [_view(run_index, run) for run_index, run in enumerate(read_runs(run_dirs))]
+    views = []
+    for run_index, run in enumerate(read_runs(run_dirs)):
+        with run_errors_explained(run.path):
+            view = RunView(
+                run_index=run_index,
+                run=run,
+                headline=summary.headline(run),
+                tagline=summary.tagline(run),
+                provenance=summary.provenance(run),
+                notices=notices(run),
+                samples=before_and_after(run.path),
+                traced=last_traced(run.path),
+                config=(run.path / "config.toml").read_text(encoding="utf-8"),
+            )
+        views.append(view)
+    return views
 
 
 def rendered(views: Sequence[RunView], stamp: str = "") -> str:
@@ -335,21 +335,6 @@ def rendered(views: Sequence[RunView], stamp: str = "") -> str:
         script=Markup(script),
         safe_data=Markup(script_safe(data)),
     )
-
-
-def _view(run_index: int, run: RunRecord) -> RunView:
-    with run_errors_explained(run.path):
-        return RunView(
-            run_index=run_index,
-            run=run,
-            headline=summary.headline(run),
-            tagline=summary.tagline(run),
-            provenance=summary.provenance(run),
-            notices=notices(run),
-            samples=before_and_after(run.path),
-            traced=last_traced(run.path),
-            config=(run.path / "config.toml").read_text(encoding="utf-8"),
-        )
 
 
 def _stage(stage: Stage, runs: Sequence[RunRecord], drawn: list[Chart]) -> StageView | None:

@@ -4,7 +4,7 @@ import json
 import math
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -141,7 +141,7 @@ def _read_run(path: Path, name: str) -> RunRecord:
             f"{config_path} is damaged: {error}. Copy it again; a start of the run writes it anew"
         ) from None
     # Every record has a time and a step that a run can reach; a line that something has damaged may not.
-    records = [
+    records: list[Mapping[str, Any]] = [
         record
         for record in read_records(path / FILE_NAME)
         if math.isfinite(_number(record.get("time"))) and abs(_number(record["step"])) < MOST_STEPS
@@ -153,7 +153,15 @@ def _read_run(path: Path, name: str) -> RunRecord:
         stage=next((stage for stage in ("rl", "rm", "dpo") if stage in config), "sft" if chats else "pretrain"),
         config=config,
         records=[record for record in records if "event" not in record],
-        events=list(_events(records)),
+        events=[
+            RunEvent(
+                int(record["step"]),
+                str(record["event"]),
+                {key: value for key, value in record.items() if key not in ("step", "time", "event")},
+            )
+            for record in records
+            if "event" in record
+        ],
         attempts=read_attempts(path),
         done=done.read_text(encoding="utf-8", errors="replace").strip() if done.exists() else "",
         evaluation=_evaluation(path / EVALUATION),
@@ -181,13 +189,6 @@ def short_names(paths: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             break
     return names
-
-
-def _events(records: Sequence[Mapping[str, Any]]) -> Iterator[RunEvent]:
-    for record in records:
-        if "event" in record:
-            fields = {key: value for key, value in record.items() if key not in ("step", "time", "event")}
-            yield RunEvent(int(record["step"]), str(record["event"]), fields)
 
 
 def _evaluation(path: Path) -> dict[str, Any]:

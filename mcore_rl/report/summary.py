@@ -43,6 +43,11 @@ class Accuracy:
         low, high = (100 * end for end in self.interval)
         return f"{value} (95 %: {low:.1f} to {high:.1f}, n = {self.num_prompts})"
 
+    @property
+    def start(self) -> str:
+        """Value before the first step, with an arrow to the value; empty where it was not measured."""
+        return "" if self.before is None else f"{percent(self.before)} → "
+
 
 def accuracies(run: RunRecord) -> Iterator[Accuracy]:
     """Yield the known accuracies of a run: evaluation.json first, then the run's own evaluations."""
@@ -105,9 +110,9 @@ class Headline:
 def headline(run: RunRecord) -> Headline:
     """Return the accuracy on held-out prompts if any, else the reward or the loss."""
     for accuracy in accuracies(run):
-        begin = "" if accuracy.before is None else f"{percent(accuracy.before)} → "
         value, _, interval = accuracy.text.partition(" (")
-        return Headline(begin + value, f"accuracy on held-out prompts ({interval.rstrip(')')}): {accuracy.conditions}")
+        meaning = f"accuracy on held-out prompts ({interval.rstrip(')')}): {accuracy.conditions}"
+        return Headline(accuracy.start + value, meaning)
     for name, meaning, show in (
         ("reward/mean", "reward", plain),
         ("eval/pairs/accuracy", "accuracy on held-out pairs", percent),
@@ -206,11 +211,14 @@ NUMBERS: dict[str, Callable[[RunRecord], str]] = {
 
 def numbers(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
     """Return rows of a table with one column per run; a row that no run has is left out."""
-    rows = [
-        *_accuracy_rows(runs),
-        *((name, [show(run) for run in runs]) for name, show in NUMBERS.items()),
-        *_planned_rows(runs),
-    ]
+    rows: list[tuple[str, list[str]]] = []
+    # Each of the conditions of evaluation has a row, so that neighbouring cells can be compared.
+    for conditions, found in by_conditions(runs).items():
+        ours = [found.get(index) for index in range(len(runs))]
+        rows.append((f"accuracy, {conditions}", [f"{one.start}{one.text}" if one else "" for one in ours]))
+    rows.append(("pass@k by mcore-rl eval", [_pass_at_k(run) for run in runs]))
+    rows += ((name, [show(run) for run in runs]) for name, show in NUMBERS.items())
+    rows += _planned_rows(runs)
     return [(name, cells) for name, cells in rows if any(cells)]
 
 
@@ -242,19 +250,6 @@ def _step_text(run: RunRecord, plan: Planned) -> str:
     measured = f"{median_low(passes.values) + median_low(updates.values):.3g} s" if len(passes) else "?"
     span = plan.step
     return f"{measured}; {span.likely:.3g} s ({span.low:.3g}-{span.high:.3g})"
-
-
-def _accuracy_rows(runs: Sequence[RunRecord]) -> Iterator[tuple[str, list[str]]]:
-    """Yield a row for each of the conditions of evaluation, so that neighbouring cells can be compared."""
-    for conditions, found in by_conditions(runs).items():
-        cells = [_accuracy_text(found[index]) if index in found else "" for index in range(len(runs))]
-        yield f"accuracy, {conditions}", cells
-    yield "pass@k by mcore-rl eval", [_pass_at_k(run) for run in runs]
-
-
-def _accuracy_text(accuracy: Accuracy) -> str:
-    begin = "" if accuracy.before is None else f"{percent(accuracy.before)} → "
-    return begin + accuracy.text
 
 
 def differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
