@@ -10,7 +10,7 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import LoraConfig, present
 from mcore_rl.config.replay import ReplayConfig
-from mcore_rl.config.run import CheckpointConfig, PlatformConfig
+from mcore_rl.config.run import PlatformConfig, RunConfig
 from mcore_rl.config.section import Section
 from mcore_rl.config.toml import toml_value
 from mcore_rl.errors import ConfigError
@@ -317,16 +317,9 @@ def _near(size: int, multiple: int) -> str:
     return " or ".join(str(near) for near in (below, below + multiple) if near)
 
 
-def lora_violations(
-    lora: LoraConfig,
-    checkpoint: CheckpointConfig,
-    model: ModelConfig,
-    mesh: MeshConfig,
-    platform: PlatformConfig,
-    *,
-    trains_mtp: bool,
-) -> Iterator[str]:
-    """Yield a sentence for each reason why a model cannot have low-rank adapters."""
+def lora_violations(lora: LoraConfig, config: RunConfig) -> Iterator[str]:
+    """Yield a sentence for each reason why the model of `config` cannot have these low-rank adapters."""
+    checkpoint, model = config.checkpoint, config.model
     if checkpoint.weights == "adapters" and not (lora.is_on and checkpoint.load):
         lacks = "checkpoint.load names no base" if lora.is_on else 'lora.rank="none" has no adapters'
         yield f'checkpoint.weights="adapters", and {lacks}: the weights would be lost. Set it, or weights="all".'
@@ -334,8 +327,8 @@ def lora_violations(
     if not lora.is_on:
         return
     yield from _targets(lora, model)
-    yield from layer_violations(lora, mesh, model, platform)
-    if trains_mtp and model.mtp_layers:
+    yield from layer_violations(lora, config.mesh, model, config.platform)
+    if config.trains_mtp and model.mtp_layers:
         yield (
             f"lora.rank={lora.rank} with model.mtp_layers={model.mtp_layers}: layers of multi-token prediction "
             "get no adapters, and would no longer fit the layers before them. Set model.mtp_layers=0; "

@@ -88,9 +88,7 @@ def run_violations(config: RunConfig, world_size: int, seq_length: int, field: s
     yield from _platform(config.platform, model, mesh)
     yield from _overlapped_tensor_parallelism(config)
     yield from _recompute(config.platform, model, mesh)
-    yield from lora_violations(
-        config.lora, config.checkpoint, model, mesh, config.platform, trains_mtp=config.trains_mtp
-    )
+    yield from lora_violations(config.lora, config)
 
 
 def _run_dir(run_dir: str) -> Iterator[str]:

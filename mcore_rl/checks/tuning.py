@@ -5,13 +5,7 @@ from collections.abc import Iterator
 from mcore_rl.checks.mesh import unequal_length_violations
 from mcore_rl.checks.model import unused
 from mcore_rl.checks.run import batch_violations, chat_violations, refuse, run_violations, weight_violations
-from mcore_rl.config.preferences import (
-    DPOConfig,
-    DPOSection,
-    PreferenceDataConfig,
-    PreferenceRunConfig,
-    RewardModelConfig,
-)
+from mcore_rl.config.preferences import DPOConfig, DPOSection, PreferenceRunConfig, RewardModelConfig
 from mcore_rl.config.sft import SFTConfig
 
 
@@ -44,20 +38,17 @@ def preference_violations(config: PreferenceRunConfig, world_size: int) -> Itera
         )
     yield from weight_violations("data.train_weights", data.train_weights, "data.train", data.train)
     yield from chat_violations(data.tokenizer, data.chat_template, "preferences")
-    yield from _lengths(data, config.model.max_position)
-    packed = "pairs, which are packed up to data.tokens_per_microbatch"
-    yield from unused("train", config.train, (True, "micro_batch", packed))
-
-
-def _lengths(data: PreferenceDataConfig, max_position: int) -> Iterator[str]:
+    max_position = config.model.max_position
     if data.seq_length > max_position:
-        yield (f"data.seq_length={data.seq_length} is more than model.max_position={max_position}. Shorten it.")
+        yield f"data.seq_length={data.seq_length} is more than model.max_position={max_position}. Shorten it."
     if data.tokens_per_microbatch != "auto" and data.tokens_per_microbatch < 2 * data.seq_length:
         yield (
             f"data.tokens_per_microbatch={data.tokens_per_microbatch} does not hold two answers of data.seq_length="
             f"{data.seq_length}, and both sides of a pair share a forward pass. Raise it to {2 * data.seq_length} or "
             "more, or shorten data.seq_length."
         )
+    packed = "pairs, which are packed up to data.tokens_per_microbatch"
+    yield from unused("train", config.train, (True, "micro_batch", packed))
 
 
 def check_dpo(config: DPOConfig, world_size: int) -> None:

@@ -25,7 +25,7 @@ from mcore_rl.data.answer_ends import token_name
 from mcore_rl.data.chat import Message
 from mcore_rl.data.documents import DocumentFormat, find_input_files, format_of_endings
 from mcore_rl.data.examples import conversation_of
-from mcore_rl.data.megatron.indexed import NO_TOKEN, build_datasets, plan_data
+from mcore_rl.data.megatron.indexed import NO_TOKEN, build_datasets
 from mcore_rl.data.megatron.preprocess import PreprocessOptions, preprocess
 from mcore_rl.data.preferences import TIE, comparison_of
 from mcore_rl.data.records import Record, is_table, read_records
@@ -36,7 +36,7 @@ from mcore_rl.errors import INTERRUPTED_STATUS, ConfigError, DataError, after_ec
 from mcore_rl.megatron import platform as platforms
 from mcore_rl.programs.inputs import load_matching_tokenizer
 from mcore_rl.programs.preferences import PreferenceData, describe_preferences, load_preferences
-from mcore_rl.programs.pretrain import sample_counts
+from mcore_rl.programs.pretrain import data_plan
 from mcore_rl.programs.rollouts import Prompts, load_prompts
 from mcore_rl.programs.sft import describe_data, packed_train
 from mcore_rl.storage.files import data_files
@@ -164,10 +164,7 @@ def _lines(config: RunConfig, count: int) -> Iterator[str]:
 
 
 def _sequences(config: PretrainConfig, count: int) -> Iterator[str]:
-    counts = sample_counts(config.data, config.train)
-    plan = plan_data(
-        config.data, vocab_size=config.model.vocab_size, samples=counts, evaluated_at_once=config.train.global_batch
-    )
+    plan = data_plan(config)
     tokenizer = load_tokenizer(config.data.tokenizer) if config.data.tokenizer.kind != "none" else None
     yield from plan.warnings
     with ExitStack() as stack:

@@ -43,25 +43,21 @@ OPEN_FILES = 4096
 def main(args: argparse.Namespace) -> int:
     """Print the findings, with --nodes of all nodes on the first; return 0, or FAULTY if something is broken."""
     found = examine()
-    if args.nodes:
-        return _on_nodes(args.nodes, found)
-    text = json.dumps(found, indent=1) if args.json else "\n".join(lines_of(found))
-    sys.stdout.write(f"{text}\n")
-    return FAULTY if found["faults"] else 0
-
-
-def _on_nodes(folder: Path, found: dict[str, Any]) -> int:
+    if not args.nodes:
+        text = json.dumps(found, indent=1) if args.json else "\n".join(lines_of(found))
+        sys.stdout.write(f"{text}\n")
+        return FAULTY if found["faults"] else 0
     # Slurm's name for a node, used in its other messages, may differ from the host's name.
-    nodes.answer(folder, environment_variable("SLURMD_NODENAME") or socket.gethostname(), found)
+    nodes.answer(args.nodes, environment_variable("SLURMD_NODENAME") or socket.gethostname(), found)
     if rank_of_launcher():
         return 0
     num_nodes = world_size_of_launcher()
-    answers = nodes.answers(folder, num_nodes)
-    lines = {host: list(lines_of(dict(findings))) for host, findings in answers.items()}
-    text = nodes.report(answers, lines, num_nodes)
-    write_atomically(folder / nodes.REPORT, "\n".join(text) + "\n")
-    sys.stdout.write("\n".join(text) + "\n")
-    return FAULTY if text[-1] == nodes.FAULTY else 0
+    answers = nodes.answers(args.nodes, num_nodes)
+    lines_of_host = {host: list(lines_of(dict(findings))) for host, findings in answers.items()}
+    report = nodes.report(answers, lines_of_host, num_nodes)
+    write_atomically(args.nodes / nodes.REPORT, "\n".join(report) + "\n")
+    sys.stdout.write("\n".join(report) + "\n")
+    return FAULTY if report[-1] == nodes.FAULTY else 0
 
 
 def examine() -> dict[str, Any]:

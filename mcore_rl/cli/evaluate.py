@@ -132,13 +132,7 @@ def with_stored_adapters(config: AnyConfig, source: Path) -> AnyConfig:
     lora = stored_lora(source)
     if config.lora.is_on or not lora.is_on:
         return config
-    refuse(
-        [
-            *lora_violations(
-                lora, config.checkpoint, config.model, config.mesh, config.platform, trains_mtp=config.trains_mtp
-            )
-        ]
-    )
+    refuse([*lora_violations(lora, config)])
     return config.model_copy(update={"lora": lora})
 
 

@@ -76,7 +76,6 @@ class _Translation:
                 self.open[culprit] = reason if self.used[culprit] is None else f"{_text(self.used[culprit])}: {reason}"
 
     def _name(self, name: str) -> str:
-        """Return the table's name of a setting."""
         key = name.removeprefix(self.table.get("prefix", ""))
         return str(self.table.get("renamed", {}).get(key, key))
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mcore_rl.checks.run import check
-from mcore_rl.config.data import DataConfig
 from mcore_rl.config.run import PretrainConfig, TrainConfig
 from mcore_rl.data.index_file import unigram_entropy
 from mcore_rl.data.megatron.indexed import DataPlan, SampleCounts, build_datasets, plan_data
@@ -28,14 +27,17 @@ def train(config: PretrainConfig) -> None:
     # Everything that a user can get wrong comes first, before a model costs time.
     config = platforms.decided(config)
     check(config, world_size_of_launcher())
-    counts = sample_counts(config.data, config.train)
-    plan = plan_data(
-        config.data, vocab_size=config.model.vocab_size, samples=counts, evaluated_at_once=config.train.global_batch
-    )
+    plan = data_plan(config)
     config = config.model_copy(update={"train": with_evaluations_of(config.train, plan)})
     platform = platforms.start(config.platform, allows_te=allows_te(config))
     if not is_done(config, platform):
-        with open_run(config, platform, orders_of(plan)) as run:
+        orders = {}
+        if plan.shuffle == "whole":  # the run's length, among other values, decides the order of the sequences
+            orders["data.shuffle"] = {
+                f"data.train[{index}] = {source.prefix}": source.whole_order()
+                for index, source in enumerate(plan.sources)
+            }
+        with open_run(config, platform, orders) as run:
             sources = [f"data: {source.describe(plan.samples.train)}" for source in plan.sources]
             for line in [*sources, *plan.warnings]:
                 run.log.message(line)
@@ -70,22 +72,13 @@ def with_evaluations_of(train: TrainConfig, plan: DataPlan) -> TrainConfig:
     return train.model_copy(update={"eval_batches": batches})
 
 
-def orders_of(plan: DataPlan) -> dict[str, dict[str, str]]:
-    """Return field -> source -> the values that the order of its sequences depends on, with the run's length."""
-    if plan.shuffle == "epoch":
-        return {}
-    return {
-        "data.shuffle": {
-            f"data.train[{index}] = {source.prefix}": source.whole_order() for index, source in enumerate(plan.sources)
-        }
-    }
-
-
-def sample_counts(data: DataConfig, train: TrainConfig) -> SampleCounts:
-    """Return the number of sequences that the run reads from each split."""
+def data_plan(config: PretrainConfig) -> DataPlan:
+    """Return the plan of the data, with the number of sequences that the run reads from each split."""
+    data, train = config.data, config.train
     evaluated = (train.eval_batches or 0) * train.global_batch
     has_test = bool(data.test) or not data.valid
-    return SampleCounts(train=total_samples(train), valid=evaluated, test=evaluated if has_test else 0)
+    counts = SampleCounts(train=total_samples(train), valid=evaluated, test=evaluated if has_test else 0)
+    return plan_data(data, vocab_size=config.model.vocab_size, samples=counts, evaluated_at_once=train.global_batch)
 
 
 if __name__ == "__main__":
