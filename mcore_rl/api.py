@@ -288,8 +288,8 @@ def export_checkpoint(
     """Convert a checkpoint, or the newest one of a run, to a folder for transformers and vLLM; return `output`.
 
     Config and tokenizer are copied from `reference`, a folder of the same model; None: neither is. `tokenizer` is a
-    folder or file with another one, or "none". Biases of experts
-    stay float32. Raises McoreRlError when the family has no such model in transformers, or `output` exists.
+    folder or file with another one, or "none". Biases of experts stay float32. Raises McoreRlError when the family has
+    no such model in transformers, or `output` exists.
     """
     _run(
         "convert",

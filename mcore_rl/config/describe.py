@@ -151,8 +151,15 @@ def sections_of(annotation: Any) -> tuple[type[Section], ...]:
 
 def type_name(annotation: Any, bounds: Iterable[Any] = ()) -> str:
     """Return a type in words, such as "an integer >= 1"; `bounds` is pydantic's metadata of the field."""
-    limits = " and ".join(_limits(bounds))
-    return f"{_bare_name(annotation)} {limits}".strip()
+    limits = []
+    for bound in bounds:
+        for attribute, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<=")):
+            limit = getattr(bound, attribute, None)
+            if limit is not None:
+                limits.append(f"{sign} {limit}")
+        if getattr(bound, "min_length", None):
+            limits.append("that is not empty")
+    return f"{_bare_name(annotation)} {' and '.join(limits)}".strip()
 
 
 @functools.cache
@@ -168,16 +175,6 @@ def _strings_under_fields(module: str) -> Mapping[tuple[str, str], str]:
         if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
         if isinstance(below.value.value, str)
     }
-
-
-def _limits(bounds: Iterable[Any]) -> Iterator[str]:
-    for bound in bounds:
-        for attribute, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<=")):
-            limit = getattr(bound, attribute, None)
-            if limit is not None:
-                yield f"{sign} {limit}"
-        if getattr(bound, "min_length", None):
-            yield "that is not empty"
 
 
 SIMPLE_NAMES: dict[Any, str] = {

@@ -116,7 +116,7 @@ class Script:
             values = self.variables.get(found[1] or found[2] or found[3])
             if found[1] or (split and bare == word and values is not None and UNKNOWN not in "".join(values)):
                 # An array that nothing has set is empty in a shell too; a variable may come from its environment.
-                return list(values or ()) if found[1] else list(_split(" ".join(values or ())))
+                return list(values or ()) if found[1] else " ".join(values or ()).replace("\\\n", " ").split()
         if split and bare in ("$@", "$*", "${@}", "${@:1}", "${@:2}"):
             return []
         return ["".join(self._parts(word))]
@@ -157,11 +157,6 @@ class Script:
 
 def _unknown(text: str) -> str:
     return f"{UNKNOWN}{text}\1"
-
-
-def _split(text: str) -> Iterator[str]:
-    """Yield the words of a variable's value, whose quotes are already gone."""
-    yield from text.replace("\\\n", " ").split()
 
 
 def shown(text: str) -> str:

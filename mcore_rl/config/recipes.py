@@ -5,6 +5,7 @@ import difflib
 import os
 import tomllib
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from mcore_rl.errors import ConfigError
@@ -78,21 +79,17 @@ def recipe_files(folder: Path = RECIPES) -> dict[str, Path]:
 
 def recipes(folder: Path = RECIPES) -> list[Recipe]:
     """Return the recipes in `folder` that can run as they are, with a run_dir; the rest are bases to extend."""
-    texts = {name: file.read_text(encoding="utf-8") for name, file in recipe_files(folder).items()}
-    return [Recipe(name, _summary(text)) for name, text in texts.items() if "run_dir" in tomllib.loads(text)]
+    found = []
+    for name, file in recipe_files(folder).items():
+        text = file.read_text(encoding="utf-8")
+        if "run_dir" in tomllib.loads(text):
+            comment = takewhile(lambda line: line.startswith("#"), text.splitlines())
+            sentence, stop, _ = " ".join(line.removeprefix("#").strip() for line in comment).partition(". ")
+            found.append(Recipe(name, sentence + stop.strip()))
+    return found
 
 
 def _packaged(path: Path, folder: Path) -> Path | None:
     """Return the shipped file for a path in the repository, such as launch/recipes/tiny_moe/grpo.toml, or None."""
     is_shipped = path.parts[:2] == ("launch", folder.name)
     return recipe_files(folder).get(str(Path(*path.parts[2:]).with_suffix(""))) if is_shipped else None
-
-
-def _summary(text: str) -> str:
-    comment: list[str] = []
-    for line in text.splitlines():
-        if not line.startswith("#"):
-            break
-        comment.append(line.removeprefix("#").strip())
-    sentence, stop, _ = " ".join(comment).partition(". ")
-    return sentence + stop.strip()

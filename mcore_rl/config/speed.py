@@ -77,6 +77,10 @@ def speed_flags(
     if fusion == "auto":
         # Megatron's kernel computes in fp32 and gives the logits a bf16 gradient, whatever their type.
         fusion = "native" if te and platform.precision == "bf16" else "none"
+    recipe = platform.fp8_recipe
+    if recipe == "auto":
+        capability = machine.capability or 0
+        recipe = "mxfp8" if capability >= 10 else "blockwise" if capability == 9 else "tensorwise"
 
     def has(kernel: Kernel, setting: bool | Literal["auto"]) -> bool:
         return te and kernel in kernels if setting == "auto" else setting
@@ -89,7 +93,7 @@ def speed_flags(
         router_fusion=model.is_moe and not unfuses_router and has("router", platform.router_fusion),
         cross_entropy_fusion=fusion,
         weight_gradient_fusion=has("weight gradient", platform.weight_gradient_fusion),
-        fp8_recipe="none" if platform.fp8 == "none" else _fp8_recipe(platform, machine.capability),
+        fp8_recipe="none" if platform.fp8 == "none" else recipe,
     )
 
 
@@ -116,13 +120,3 @@ def run_flags(config: RunConfig, machine: Machine) -> SpeedFlags:
         interval = config.units_between_collections if machine.is_cuda and machine.world_size > 1 else None
     gathers = flags.overlap_param_gather and config.optim.is_sharded  # otherwise each rank updates all its weights
     return replace(flags, gc_interval=interval, overlap_param_gather=gathers)
-
-
-def _fp8_recipe(
-    platform: PlatformConfig, capability: int | None
-) -> Literal["delayed", "tensorwise", "blockwise", "mxfp8"]:
-    if platform.fp8_recipe != "auto":
-        return platform.fp8_recipe
-    if capability is not None and capability >= 10:
-        return "mxfp8"
-    return "blockwise" if capability == 9 else "tensorwise"

@@ -161,7 +161,9 @@ def estimate(training: Training, place: Place) -> Estimate:
         microbatches = work.num_microbatches
     simulation = None
     if mesh.pp > 1 and 2 * microbatches * mesh.vpp * mesh.pp <= timing.MAX_PASSES:
-        simulation = timing.simulate_mesh(times_of(training, place), mesh, microbatches)
+        # Without the device's bandwidths, in layers instead of seconds.
+        times = timing.unit_times(model, mesh) if work is None else timing.step_times(work)
+        simulation = timing.simulate_mesh(times, mesh, microbatches)
     if training.layers == "te" and training.platform.layers == "auto" and not isinf(place.room_bytes):
         warnings.append(
             'activations are those of TransformerEngine\'s layers, which platform.layers="auto" takes where it is '
@@ -180,12 +182,6 @@ def estimate(training: Training, place: Place) -> Estimate:
         fullest_by_load=by_load,
         rl=None if work is None else place.rl_step(training, work),
     )
-
-
-def times_of(training: Training, place: Place) -> timing.ChunkTimes:
-    """Return the times of all passes, in seconds if the device is known, else in layers."""
-    work = place.workload(training)
-    return timing.unit_times(training.model, training.mesh) if work is None else timing.step_times(work)
 
 
 def step_estimate(work: Workload, simulation: timing.Simulation | None) -> StepEstimate:

@@ -152,7 +152,10 @@ def rl_step(training: Training, work: Workload, engine: Engine, mean_tokens: flo
             sent = adapters.total
         elif isinstance(rollouts.engine, ServedConfig) and rollouts.engine.in_fp8:
             sent //= 2  # a byte each
-        parts["weights to servers"] = push_seconds(sent, work, engine)
+        # Every server gets them once: a part of them over the network on each of its GPUs, the rest from the others.
+        roof_nic = work.links.nic_gbit_per_s / 8 * 1e9 * work.rates.nic
+        roof_link = work.links.link_gbytes_per_s * 1e9 * work.rates.link
+        parts["weights to servers"] = 2 * sent / (roof_nic * engine.tp) + 2 * sent / (engine.tp * roof_link)
     factors = work.rates.rl_factors
     return RlStep(
         parts={name: seconds * factors.get(name, 1.0) for name, seconds in parts.items()},
@@ -233,14 +236,6 @@ def decode_seconds(
         each = rates.decode_message_s * (1 if inside else ACROSS) + 2 * rows * model.hidden_size / speed
         seconds += 2 * model.num_layers * each
     return seconds + model.num_layers * engine.layer_s + rates.decode_step_s
-
-
-def push_seconds(num_weights: int, work: Workload, engine: Engine) -> float:
-    """Return the seconds in which `num_weights` weights reach every server once."""
-    total = 2 * num_weights
-    roof_nic = work.links.nic_gbit_per_s / 8 * 1e9 * work.rates.nic
-    roof_link = work.links.link_gbytes_per_s * 1e9 * work.rates.link
-    return total / (roof_nic * engine.tp) + total / (engine.tp * roof_link)
 
 
 def share_longer(mean: float, longest: int, spread: float) -> Callable[[float], float]:

@@ -46,7 +46,9 @@ def train_on_preferences(
         with open_run(config, platform) as run:
             for line in describe_preferences(data):
                 run.log.message(line)
-            run.log.write_now(run.state.progress.step, data_metrics(data))
+            pairs = data.train.preferences
+            metrics = [Metric("data/pairs", pairs.num_pairs), Metric("data/skipped_examples", pairs.num_skipped)]
+            run.log.write_now(run.state.progress.step, metrics)
             trainer(config, run, data).run()
     platforms.stop()
 
@@ -91,9 +93,3 @@ def _describe(preferences: Preferences) -> str:
         return f"{preferences.num_pairs} pairs of answers to {len(preferences)} prompts"
     num_steps = int((~numpy.isnan(preferences.labels_T)).sum())
     return f"{len(preferences)} answers with {num_steps} labelled steps"
-
-
-def data_metrics(data: PreferenceData) -> list[Metric]:
-    """Return the metrics of the training data."""
-    train = data.train.preferences
-    return [Metric("data/pairs", train.num_pairs), Metric("data/skipped_examples", train.num_skipped)]

@@ -35,8 +35,9 @@ def train(config: SFTConfig) -> None:
     tokenizer = load_matching_tokenizer(config.data.tokenizer, config.model, config.checkpoint.load)
     packed = packed_train(config, tokenizer)
     packed_valid = packed_for_evaluation(config, tokenizer)
-    no_end = no_end_of(config, tokenizer, packed)
-    examples = packed.examples
+    examples, path = packed.examples, config.data.tokenizer.path
+    ends = end_tokens(tokenizer, load_chat(config.data.chat_template, tokenizer, path), path)
+    no_end = no_end_warning(examples, ends, tokenizer)
     platform = platforms.start(config.platform, allows_te=allows_te(config))
     if not is_done(config, platform):
         with open_run(config, platform) as run:
@@ -75,13 +76,6 @@ def packed_for_evaluation(config: SFTConfig, tokenizer: Tokenizer) -> PackedSequ
     examples = read_examples(data.valid, data, chat)
     num_sequences = config.train.eval_batches * config.train.global_batch
     return PackedSequences(examples, packing_of(config, tokenizer), num_sequences)
-
-
-def no_end_of(config: SFTConfig, tokenizer: Tokenizer, packed: PackedSequences) -> str | None:
-    """Return a warning if the chat template does not teach the model to end its turns; None if it does."""
-    path = config.data.tokenizer.path
-    ends = end_tokens(tokenizer, load_chat(config.data.chat_template, tokenizer, path), path)
-    return no_end_warning(packed.examples, ends, tokenizer)
 
 
 def packing_of(config: SFTConfig, tokenizer: Tokenizer) -> PackingOptions:

@@ -155,9 +155,9 @@ def _fitting(line: Line, run: RunRecord) -> list[tuple[str, str]]:
     return [(name, line.label.format(name.removeprefix(before).removesuffix(after))) for name in names]
 
 
-def binned(count: int, most: int = MAX_POINTS) -> list[range]:
-    """Return the indices of `count` values in at most `most` bins of neighbours; their sizes differ by at most 1."""
-    num_bins = min(count, most)
+def binned(count: int) -> list[range]:
+    """Return the indices of `count` values in MAX_POINTS bins of neighbours or fewer; sizes differ by at most 1."""
+    num_bins = min(count, MAX_POINTS)
     return [range(at * count // num_bins, (at + 1) * count // num_bins) for at in range(num_bins)]
 
 

@@ -141,10 +141,11 @@ def provenance(run: RunRecord) -> dict[str, str]:
         described = next((event.text for event in run.events if "megatron-core" in event.text), "not recorded")
         return details | {"machine and versions": described, "mesh": mesh_text(run.config.get("mesh", {}))}
     last = run.attempts[-1]
+    host = f"{last.machine.cores} cores, {size(last.machine.memory_bytes)} of memory"
     return details | {
         "command": command_text(last),
         "commit": last.commit or "not known: the code is not in a git repository",
-        "machine": machine_text(last),
+        "machine": f"{ranks_text(last)} on {last.machine.device}; host: {host}",
         "mesh": mesh_text(last.mesh),
         "versions": ", ".join(f"{name} {version}" for name, version in last.versions.items()),
         "starts": "; ".join(f"{attempt.started} from step {attempt.step}" for attempt in run.attempts),
@@ -157,13 +158,6 @@ def command_text(attempt: RunAttempt) -> str:
     if words[1:2] == ["-m"] and len(words) > 2 and words[2].startswith("mcore_rl.programs."):
         words = ["mcore-rl", words[2].rpartition(".")[2], *words[3:]]
     return shlex.join(words)
-
-
-def machine_text(attempt: RunAttempt) -> str:
-    """Return ranks, device, cores and memory as text."""
-    machine = attempt.machine
-    host = f"{machine.cores} cores, {size(machine.memory_bytes)} of memory"
-    return f"{ranks_text(attempt)} on {machine.device}; host: {host}"
 
 
 def ranks_text(attempt: RunAttempt) -> str:
