@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.checks.run import refuse
-from mcore_rl.config.cluster import ClusterConfig, ContainerConfig, NoContainer, NodeConfig, SlurmConfig
+from mcore_rl.config.cluster import ClusterConfig, ContainerConfig, SlurmConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.storage.files import write_atomically
@@ -106,7 +106,7 @@ SET_BY_LAUNCH = _TABLE["set_by_launch"]
 
 def check_cluster(cluster: ClusterConfig) -> None:
     """Raise a ConfigError that lists everything wrong with a cluster file, if anything is."""
-    refuse([*_node(cluster.node), *_container(cluster.container), *_slurm(cluster), *_environment(cluster.environment)])
+    refuse(list(_violations(cluster)))
 
 
 def seconds_of(time: str) -> int | None:
@@ -123,7 +123,8 @@ def seconds_of(time: str) -> int | None:
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def _node(node: NodeConfig) -> Iterator[str]:
+def _violations(cluster: ClusterConfig) -> Iterator[str]:
+    node, container, slurm, ahead_s = cluster.node, cluster.container, cluster.slurm, cluster.survival.signal_s
     if node.gpus and node.ranks:
         yield (
             f"node.gpus={node.gpus} and node.ranks={node.ranks}: with GPUs there is one rank on each. Set node.ranks "
@@ -136,23 +137,14 @@ def _node(node: NodeConfig) -> Iterator[str]:
             f"node.reserved_gib={node.reserved_gib} leaves nothing of node.gpu_memory_gib={node.gpu_memory_gib}. "
             "Lower it."
         )
-
-
-def _container(container: NoContainer | ContainerConfig) -> Iterator[str]:
-    if isinstance(container, NoContainer):
-        return
-    for mount in container.mounts:
+    for mount in container.mounts if isinstance(container, ContainerConfig) else ():
         if not all(part.startswith("/") for part in mount.split(":")[:2]):
             yield f'container.mounts names "{mount}". Write /from:/to, or /both.'
-    if container.kind == "apptainer" and "--cleanenv" in container.options:
+    if isinstance(container, ContainerConfig) and container.kind == "apptainer" and "--cleanenv" in container.options:
         yield (
             'container.options names "--cleanenv": ranks would not hear of Slurm, of the first host, of their '
             "environment. Take it out."
         )
-
-
-def _slurm(cluster: ClusterConfig) -> Iterator[str]:
-    slurm, ahead_s = cluster.slurm, cluster.survival.signal_s
     limit_s = seconds_of(slurm.time)
     if not limit_s:
         yield f'slurm.time="{slurm.time}" is no duration. Write 12:00:00 (hours) or 2-00:00:00 (days).'
@@ -167,10 +159,7 @@ def _slurm(cluster: ClusterConfig) -> Iterator[str]:
             yield f'slurm.options names "{option}". Write an option of sbatch, as "--comment=moe".'
         elif by := set_by_launch(match[1], match[2], slurm):
             yield f'slurm.options names "{option}", which `mcore-rl launch` sets itself, by {by}. Take it out.'
-
-
-def _environment(environment: Mapping[str, str]) -> Iterator[str]:
-    for name, value in environment.items():
+    for name, value in cluster.environment.items():
         if not NAME.fullmatch(name):
             yield f'environment names "{name}", which is no name of a variable. Use letters, digits and _.'
         if "\n" in value:

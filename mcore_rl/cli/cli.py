@@ -5,6 +5,7 @@ import difflib
 import importlib
 import io
 import os
+import re
 import select
 import shutil
 import sys
@@ -21,6 +22,7 @@ WIDTH = 80
 MIN_WIDTH = 60
 """Narrowest list of recipes in columns."""
 ALL_FIELDS = "--help-all"
+FIELD = re.compile(r"--(run_dir|[^=]*\.[^=]*)=")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,7 +87,9 @@ def run(arguments: Sequence[str]) -> int:
         fields = importlib.import_module("mcore_rl.cli.fields").fields_help(command.config)
         sys.stdout.write(f"{parser_of(name).format_help()}\n{fields}\n")
         return 0
-    args = parser_of(name).parse_intermixed_args([_as_field(word) for word in rest])
+    # `--mesh.tp=2` is the field mesh.tp: options have no dot in their names.
+    words = [word.removeprefix("--") if FIELD.match(word) else word for word in rest]
+    args = parser_of(name).parse_intermixed_args(words)
     if command.program is not None:
         return int(importlib.import_module("mcore_rl.cli.start_ranks").start_ranks(command, args))
     return int(getattr(importlib.import_module(command.module), command.main)(args))
@@ -146,12 +150,6 @@ def parser_of(name: str) -> argparse.ArgumentParser:
     if command.config:
         parser.add_argument(ALL_FIELDS, action="store_true", help="show this, and every field of CONFIG")
     return parser
-
-
-def _as_field(word: str) -> str:
-    """Return `--mesh.tp=2` as `mesh.tp=2`; options have no dot in their names."""
-    option, equals, _ = word.partition("=")
-    return word.removeprefix("--") if equals and (option == "--run_dir" or "." in option) else word
 
 
 def _reader_is_gone() -> bool:

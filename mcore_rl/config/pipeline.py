@@ -1,6 +1,5 @@
 """Several programs in sequence, each a job that starts after the previous job has succeeded."""
 
-from collections.abc import Iterator
 from functools import cached_property
 from typing import Annotated
 
@@ -46,11 +45,6 @@ class TrainingStage(Section):
     time: Text | None = None
     """Time limit of one attempt, as slurm.time; `none`: the cluster's."""
 
-    @cached_property
-    def is_given(self) -> bool:
-        """Whether the pipeline has this stage."""
-        return self.config is not None
-
 
 class ConversionStage(Section):
     """A conversion between Hugging Face's and Megatron's formats on one node; left out without `arguments`."""
@@ -61,11 +55,6 @@ class ConversionStage(Section):
     """GPUs to request, for partitions without CPU nodes; the conversion uses none."""
     time: str = "04:00:00"
     """Time limit of the job, as slurm.time."""
-
-    @cached_property
-    def is_given(self) -> bool:
-        """Whether the pipeline has this stage."""
-        return bool(self.arguments)
 
 
 class PipelineConfig(Section):
@@ -83,9 +72,7 @@ class PipelineConfig(Section):
     rl: TrainingStage = TrainingStage()
 
     @cached_property
-    def stages(self) -> Iterator[tuple[str, TrainingStage | ConversionStage]]:
+    def stages(self) -> list[tuple[str, TrainingStage | ConversionStage]]:
         """Name and settings of each stage that is given, in the order in which they run."""
-        for name in STAGES:
-            stage = getattr(self, name)
-            if stage.is_given:
-                yield name, stage
+        stages = [(name, getattr(self, name)) for name in STAGES]
+        return [(name, stage) for name, stage in stages if (stage.arguments if name == "convert" else stage.config)]

@@ -249,8 +249,6 @@ CHECK_TIME = "00:15:00"
 class PlannedJob:
     """A checked job that can be submitted."""
 
-    program: str
-    cluster: str
     folder: Path
     """Folder of this launch, new under run_dir/launch."""
     job: JobScript
@@ -287,7 +285,7 @@ def plan_training(
         **_placement(cluster, options, folder, cluster.node.gpus),
     )
     files = {"config.toml": dump_config(config), "cluster.toml": dump_config(cluster)}
-    return PlannedJob(program=program, cluster=cluster.name, folder=folder, job=job, files=files, checked=checked)
+    return PlannedJob(folder=folder, job=job, files=files, checked=checked)
 
 
 def plan_conversion(
@@ -307,9 +305,8 @@ def plan_conversion(
         starter="once",
         **_placement(cluster, options, folder, stage.gpus),
     )
-    files = {"cluster.toml": dump_config(cluster)}
     checked = Checked(lines=(conversion_text(stage),), warnings=warnings)
-    return PlannedJob(program="convert", cluster=cluster.name, folder=folder, job=job, files=files, checked=checked)
+    return PlannedJob(folder=folder, job=job, files={"cluster.toml": dump_config(cluster)}, checked=checked)
 
 
 def plan_check(
@@ -330,9 +327,8 @@ def plan_check(
         starter="srun",
         **_placement(cluster, replace(options, time=options.time or CHECK_TIME), folder, cluster.node.gpus),
     )
-    files = {"cluster.toml": dump_config(cluster)}
     checked = Checked(lines=(f"mcore-rl doctor on {nodes} nodes",), warnings=warnings)
-    return PlannedJob(program="doctor", cluster=cluster.name, folder=folder, job=job, files=files, checked=checked)
+    return PlannedJob(folder=folder, job=job, files={"cluster.toml": dump_config(cluster)}, checked=checked)
 
 
 def _refuse_unready(run_dir: Path, cluster: ClusterConfig, allowances: Allowances) -> tuple[str, ...]:

@@ -254,13 +254,12 @@ def _pipeline(
         raise ConfigError(
             f"--{option} applies to one job, and a pipeline has several. Set it in the pipeline's stages."
         )
-    stages = list(pipeline.stages)
-    if not stages:
+    if not pipeline.stages:
         raise ConfigError(f"{args.config} has no stage. Give one, as pretrain.config.")
     before = ""
     is_next = True
     run_dirs: set[Path] = set()
-    for name, stage in stages:
+    for name, stage in pipeline.stages:
         config = None
         if isinstance(stage, TrainingStage):
             assert stage.config is not None, "a pipeline yields the stages that have one"
@@ -395,9 +394,9 @@ def _write(path: Path, text: str, modes: Mapping[str, int]) -> None:
 def _submission(plan: planning.PlannedJob, code: Code, job: str, after: str) -> Submission:
     return Submission(
         job=job,
-        program=plan.program,
+        program=plan.job.program,
         name=plan.job.name,
-        cluster=plan.cluster,
+        cluster=plan.job.cluster.name,
         nodes=plan.job.nodes,
         ranks_per_node=plan.job.ranks_per_node,
         time=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -29,24 +29,6 @@ MESH_FIELDS = ("tp", "pp", "vpp", "ep", "cp", "first_stage_layers", "last_stage_
 """Fields of `mesh` that a search changes."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeptActivations:
-    """The choices that decide which activations a forward pass keeps: micro-batch and recomputation."""
-
-    micro_batch: int
-    recompute: str
-    modules: tuple[str, ...]
-
-    def applied_to(self, training: Training, mesh: MeshConfig) -> Training:
-        """Return the training on a mesh with these choices."""
-        platform: dict[str, Any] = {"recompute": self.recompute}
-        if self.modules:
-            platform["recompute_modules"] = self.modules
-        return replace(
-            training, mesh=mesh, micro_batch=self.micro_batch, platform=training.platform.model_copy(update=platform)
-        )
-
-
 def meshes(training: Training, ranks_per_node: int) -> Iterator[MeshConfig]:
     """Yield every mesh on which sizes divide, with tp inside a node; fields beyond the sizes are the training's."""
     base, model, world_size = training.mesh, training.model, training.world_size
@@ -59,39 +41,35 @@ def meshes(training: Training, ranks_per_node: int) -> Iterator[MeshConfig]:
                 for ep in _expert_parallel(model, world_size // pp, base.etp):
                     for vpp in range(1, MAX_CHUNKS + 1) if pp > 1 else (1,):
                         for first, last, layout in _stages(model, pp, vpp):
-                            yield base.model_copy(
-                                update={
-                                    "tp": tp,
-                                    "pp": pp,
-                                    "vpp": vpp,
-                                    "ep": ep,
-                                    "cp": cp,
-                                    "dp": "auto",
-                                    "first_stage_layers": first,
-                                    "last_stage_layers": last,
-                                    "pp_layout": layout,
-                                }
-                            )
+                            sizes: dict[str, Any] = {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "cp": cp, "dp": "auto"}
+                            ends = {"first_stage_layers": first, "last_stage_layers": last, "pp_layout": layout}
+                            yield base.model_copy(update=sizes | ends)
 
 
-def kept_activations(training: Training) -> list[KeptActivations]:
-    """Return micro-batches and kinds of recomputation to try, in order of decreasing kept activations."""
+def with_kept_activations(training: Training) -> list[Training]:
+    """Return the training with each micro-batch and kind of recomputation to try, the most kept activations first."""
     model, has_fp8 = training.model, training.platform.fp8 != "none"
-    kinds: list[tuple[str, tuple[str, ...]]] = [("none", ())]
+    selective: list[tuple[str, ...]] = []
     # In 8 bits, norms and activations of experts can be recomputed only with some recipes and from TransformerEngine
     # 2.6 on, which a plan does not know.
     light: tuple[str, ...] = () if has_fp8 else ("layernorm",)
     if family_of(model).is_latent:
         light = ("mla_up_proj", *light)
-        kinds.append(("selective", light))
+        selective.append(light)
     if model.is_moe:
-        kinds += [] if has_fp8 else [("selective", ("moe_act", *light))]
-        kinds.append(("selective", ("moe", *light)))
+        selective += [("moe", *light)] if has_fp8 else [("moe_act", *light), ("moe", *light)]
     elif light:
-        kinds.append(("selective", ("mlp", *light)))
-    kinds.append(("full", ()))
-    micro = MICRO_BATCHES if training.rollouts is None else (1,)
-    return [KeptActivations(size, kind, modules) for size in micro for kind, modules in kinds]
+        selective.append(("mlp", *light))
+    kinds = [
+        {"recompute": "none"},
+        *({"recompute": "selective", "recompute_modules": modules} for modules in selective),
+        {"recompute": "full"},
+    ]
+    return [
+        replace(training, micro_batch=size, platform=training.platform.model_copy(update=kind))
+        for size in (MICRO_BATCHES if training.rollouts is None else (1,))
+        for kind in kinds
+    ]
 
 
 def relaxed(training: Training) -> Iterator[Training]:
@@ -126,14 +104,6 @@ def configured(config: RunConfig, training: Training) -> RunConfig:
             advantage = config.rl.advantage.model_copy(update={"critic": critic})
             update["rl"] = config.rl.model_copy(update={"advantage": advantage})
     return config.model_copy(update=update)
-
-
-def changed_fields(old: Training, new: Training) -> dict[str, Any]:
-    """Return the fields of a config that a search changes and that differ between two trainings."""
-    before, after = _fields(old), _fields(new)
-    if new.platform.recompute != "selective":
-        del after["platform.recompute_modules"]
-    return {key: value for key, value in after.items() if value != before[key]}
 
 
 def _fields(training: Training) -> dict[str, Any]:
@@ -286,7 +256,10 @@ class Search:
 
     def changes(self, choice: Choice) -> dict[str, Any]:
         """Return the fields of the config that a choice sets."""
-        return changed_fields(self.training, choice.training)
+        before, after = _fields(self.training), _fields(choice.training)
+        if choice.training.platform.recompute != "selective":
+            del after["platform.recompute_modules"]
+        return {key: value for key, value in after.items() if value != before[key]}
 
     def _of_each_layout(self, choices: Iterable[Choice], count: int) -> list[Choice]:
         """Return the first `count` choices of different layouts that all checks accept."""
@@ -300,7 +273,7 @@ class Search:
 
     def try_all(self, training: Training) -> None:
         """Try all combinations for a training."""
-        choices = kept_activations(training)
+        choices = with_kept_activations(training)
         layers: dict[tuple[Any, ...], dict[LayerKind, LayerTimes]] = {}
         known = KnownParts()
         for mesh in meshes(training, self.place.ranks_per_node):
@@ -308,7 +281,7 @@ class Search:
             accepted: dict[int, bool] = {}
             layout = None
             for kept in choices:
-                chosen = kept.applied_to(training, mesh)
+                chosen = replace(kept, mesh=mesh)
                 if kept.micro_batch not in accepted:
                     # Recomputed modules are present in the model by construction; the rest does not depend on
                     # recomputation.

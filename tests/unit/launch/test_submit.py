@@ -281,9 +281,7 @@ def small_job(home, folder):
     job = job_script(name="a", program="p", module="m", arguments=(), run_dir=str(run_dir), work_dir=str(home))
     checked = Checked(lines=(), warnings=())
     files = {"config.toml": "a = 1\n"}
-    plan = PlannedJob(
-        program="p", cluster="c", folder=run_dir / "launch" / folder, job=job, files=files, checked=checked
-    )
+    plan = PlannedJob(folder=run_dir / "launch" / folder, job=job, files=files, checked=checked)
     return plan, Code(home / "code", "", ())
 
 
