@@ -28,7 +28,7 @@ from mcore_rl.data.examples import conversation_of
 from mcore_rl.data.megatron.indexed import NO_TOKEN, build_datasets
 from mcore_rl.data.megatron.preprocess import PreprocessOptions, preprocess
 from mcore_rl.data.preferences import TIE, comparison_of
-from mcore_rl.data.records import Record, is_table, read_records
+from mcore_rl.data.records import is_table, read_records
 from mcore_rl.data.shapes import unread_keys
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.data.tokenizer_training import TokenizerTraining, train_tokenizer
@@ -120,28 +120,23 @@ def _records(name: str, count: int) -> Iterator[str]:
         keys = ", ".join(record.entry or ())
         yield f"--- {record.file}:{record.line}: keys {keys}"
         try:
-            yield from _recognised(record)
+            if {"chosen", "rejected", "responses", "completions"} & record.fields.keys():
+                comparison = comparison_of(record, PreferenceDataConfig())
+                yield "preferences, for `mcore-rl rm` and `mcore-rl dpo`"
+                yield from _said(comparison.prompt.messages)
+                for number, answer in enumerate(comparison.answers):
+                    yield f"answer {number}:"
+                    yield from _said(answer)
+                for chosen, rejected in comparison.pairs:
+                    yield f"{chosen} is better than {rejected}"
+                continue
+            conversation, shape, used = conversation_of(record.fields, SFTDataConfig(chat_template="raw"))
+            yield shape
+            yield from _said(conversation.messages)
+            if names := unread_keys(record.fields, "conversation", used, conversation.messages):
+                yield f"warning: keys that are not read: {', '.join(names)}"
         except DataError as error:
             yield f"{error}."
-
-
-def _recognised(record: Record) -> Iterator[str]:
-    entry = record.fields
-    if {"chosen", "rejected", "responses", "completions"} & entry.keys():
-        comparison = comparison_of(record, PreferenceDataConfig())
-        yield "preferences, for `mcore-rl rm` and `mcore-rl dpo`"
-        yield from _said(comparison.prompt.messages)
-        for number, answer in enumerate(comparison.answers):
-            yield f"answer {number}:"
-            yield from _said(answer)
-        for chosen, rejected in comparison.pairs:
-            yield f"{chosen} is better than {rejected}"
-        return
-    conversation, shape, used = conversation_of(entry, SFTDataConfig(chat_template="raw"))
-    yield shape
-    yield from _said(conversation.messages)
-    if names := unread_keys(entry, "conversation", used, conversation.messages):
-        yield f"warning: keys that are not read: {', '.join(names)}"
 
 
 def _said(turns: Sequence[Message]) -> Iterator[str]:

@@ -52,7 +52,9 @@ def write_problems(args: argparse.Namespace) -> int:
     def line(problem: Problem) -> dict[str, str]:
         if args.preferences:
             return line_of_pair(problem, seed, args.faults)
-        return line_of_problem(problem, seed, args.cut_fraction)
+        is_cut = random.Random(f"{seed}/{problem.problem_id}").random() < args.cut_fraction
+        response = problem.answer[:-1] if is_cut else problem.answer
+        return {"prompt": problem.prompt, "answer": problem.answer, "response": response}
 
     files, valid_path = {args.output: list(map(line, to_learn))}, args.output.with_stem(f"{args.output.stem}_valid")
     if args.valid:
@@ -71,13 +73,6 @@ def write_problems(args: argparse.Namespace) -> int:
         text += f"\n{valid_path}: {args.valid} others to validate on"
     Console().print(text, soft_wrap=True)
     return 0
-
-
-def line_of_problem(problem: Problem, seed: int, cut_fraction: float) -> dict[str, str]:
-    """Return a problem as a line for fine-tuning; with `cut_fraction` the response lacks its last character."""
-    is_cut = random.Random(f"{seed}/{problem.problem_id}").random() < cut_fraction
-    response = problem.answer[:-1] if is_cut else problem.answer
-    return {"prompt": problem.prompt, "answer": problem.answer, "response": response}
 
 
 def line_of_pair(problem: Problem, seed: int, faults: str) -> dict[str, str]:

@@ -73,19 +73,7 @@ class LayerActivations:
     def kept(self, kind: LayerKind) -> int:
         """Return the bytes kept with `platform.recompute` none or selective."""
         modules = self.platform.recompute_modules if self.platform.recompute == "selective" else ()
-        dropped = {part for module in modules for part in self._dropped[module]} | {DELTA_RULE}
-        return sum(size for part, size in self.all_parts(kind).items() if part not in dropped)
-
-    @property
-    def choice(self) -> int:
-        """Bytes of an indexer's choice of keys, if the microbatch is one sequence; shorter ones may need none."""
-        topk = self.model.indexer.top_k
-        has_choice = topk is not None and self.tokens * self.mesh.cp > topk
-        return self.tokens * (topk or 0) * CHOICE_BYTES if has_choice else 0
-
-    @cached_property
-    def _dropped(self) -> dict[str, tuple[str, ...]]:
-        return {
+        parts_of: dict[str, tuple[str, ...]] = {
             # Attention that keeps no scores has little to drop but statistics; its inputs stay.
             "core_attn": ("softmax_statistics", "with_sinks", "mask", "padded_values"),
             "layernorm": ("normed", "norm_statistics"),
@@ -95,6 +83,15 @@ class LayerActivations:
             "mlp": ("up", "act"),
             "shared_experts": ("shared_up", "shared_act", "shared_out"),
         }
+        dropped = {part for module in modules for part in parts_of[module]} | {DELTA_RULE}
+        return sum(size for part, size in self.all_parts(kind).items() if part not in dropped)
+
+    @property
+    def choice(self) -> int:
+        """Bytes of an indexer's choice of keys, if the microbatch is one sequence; shorter ones may need none."""
+        topk = self.model.indexer.top_k
+        has_choice = topk is not None and self.tokens * self.mesh.cp > topk
+        return self.tokens * (topk or 0) * CHOICE_BYTES if has_choice else 0
 
     @cached_property
     def _is_latent(self) -> bool:
@@ -234,7 +231,14 @@ class LayerActivations:
         routed = self.tokens * moe.top_k * self.mesh.etp // tp
         routed = int(routed * load_of_fullest_rank(model, self.mesh, self.imbalance))
         numbers = routed * moe.ffn_hidden_size // self.mesh.etp
-        yield "router", self.tokens // tp * self._router_bytes
+        scores = moe.num_experts * STATISTIC_BYTES
+        router = scores
+        if self.layers == "torch":
+            # The choice with its gates, and scores of all experts before the choice and for the balance.
+            router += moe.num_experts + moe.top_k * (STATISTIC_BYTES + INDEX_BYTES)
+            router += scores if family.router == "sigmoid" else 0
+            router += scores if moe.balance != "none" and moe.aux_loss_coeff else 0
+        yield "router", self.tokens // tp * router
         yield "routed_in", routed * model.hidden_size * self._fp8_element
         if self.layers == "te":
             yield "routed_up", 2 * numbers * self.element
@@ -254,18 +258,6 @@ class LayerActivations:
         yield "shared_act", shared * self._fp8_element
         if self.layers == "torch" and family.has_shared_expert_gate:
             yield "shared_out", self.residual
-
-    @cached_property
-    def _router_bytes(self) -> int:
-        moe = self.model.moe
-        scores = moe.num_experts * STATISTIC_BYTES
-        if self.layers == "te":
-            return scores
-        choice = moe.num_experts + moe.top_k * (STATISTIC_BYTES + INDEX_BYTES)
-        # Scores of all experts are kept if the choice is made from them.
-        before = scores if family_of(self.model).router == "sigmoid" else 0
-        balance = scores if moe.balance != "none" and moe.aux_loss_coeff else 0
-        return scores + choice + before + balance
 
 
 SHARED = ("shared_up", "shared_act", "shared_out", "routed_bias")

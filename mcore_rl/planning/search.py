@@ -60,7 +60,7 @@ def with_kept_activations(training: Training) -> list[Training]:
         selective += [("moe", *light)] if has_fp8 else [("moe_act", *light), ("moe", *light)]
     elif light:
         selective.append(("mlp", *light))
-    kinds = [
+    kinds: list[dict[str, Any]] = [
         {"recompute": "none"},
         *({"recompute": "selective", "recompute_modules": modules} for modules in selective),
         {"recompute": "full"},

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mcore_rl.checks.run import check
-from mcore_rl.config.run import PretrainConfig, TrainConfig
+from mcore_rl.config.run import PretrainConfig
 from mcore_rl.data.index_file import unigram_entropy
 from mcore_rl.data.megatron.indexed import DataPlan, SampleCounts, build_datasets, plan_data
 from mcore_rl.families import allows_te
@@ -28,7 +28,11 @@ def train(config: PretrainConfig) -> None:
     config = platforms.decided(config)
     check(config, world_size_of_launcher())
     plan = data_plan(config)
-    config = config.model_copy(update={"train": with_evaluations_of(config.train, plan)})
+    if config.train.eval_batches is not None:
+        # No more batches per evaluation than the data has.
+        evaluated = [count for count in (plan.samples.valid, plan.samples.test) if count]
+        batches = min(evaluated) // config.train.global_batch if evaluated else None
+        config = config.model_copy(update={"train": config.train.model_copy(update={"eval_batches": batches})})
     platform = platforms.start(config.platform, allows_te=allows_te(config))
     if not is_done(config, platform):
         orders = {}
@@ -61,15 +65,6 @@ def train(config: PretrainConfig) -> None:
                 seq_length=config.data.seq_length,
             ).run()
     platforms.stop()
-
-
-def with_evaluations_of(train: TrainConfig, plan: DataPlan) -> TrainConfig:
-    """Return the section `train` with no more batches per evaluation than the data of `plan` has."""
-    if train.eval_batches is None:
-        return train
-    evaluated = [count for count in (plan.samples.valid, plan.samples.test) if count]
-    batches = min(evaluated) // train.global_batch if evaluated else None
-    return train.model_copy(update={"eval_batches": batches})
 
 
 def data_plan(config: PretrainConfig) -> DataPlan:

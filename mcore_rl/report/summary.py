@@ -11,7 +11,7 @@ from mcore_rl.config.sft import evaluation_conditions
 from mcore_rl.config.toml import toml_value
 from mcore_rl.metrics.attempts_file import RunAttempt
 from mcore_rl.metrics.verdict import OverOptimization, verdict, wilson
-from mcore_rl.planning.estimate import Planned, plan_of_run
+from mcore_rl.planning.estimate import plan_of_run
 from mcore_rl.report.runs import RunRecord, Series
 
 ACCURACY, NUM_PROMPTS = "eval/accuracy", "eval/prompts"
@@ -217,33 +217,22 @@ def numbers(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
 
 
 def _planned_rows(runs: Sequence[RunRecord]) -> Iterator[tuple[str, list[str]]]:
-    plans: list[Planned | None] = []
+    steps, memories = [], []
     for run in runs:
         machine = run.attempts[-1].machine if run.attempts else None
-        plans.append(plan_of_run(run.path, run.stage, machine.device, machine.ranks) if machine else None)
-    yield (
-        "a step, measured; planned",
-        [_step_text(run, plan) if plan else "" for run, plan in zip(runs, plans, strict=True)],
-    )
-    yield (
-        "device memory, measured; planned",
-        [
-            f"{_of(run.series('memory/peak_device_bytes'), max, size) or '?'}; {size(float(plan.memory_bytes))}"
-            if plan
-            else ""
-            for run, plan in zip(runs, plans, strict=True)
-        ],
-    )
-
-
-def _step_text(run: RunRecord, plan: Planned) -> str:
-    """Return the seconds of an optimizer step; a rollout batch has several, of lengths that no plan knows."""
-    if run.stage == "rl":
-        return ""
-    passes, updates = run.series("time/forward_backward_s"), run.series("time/optimizer_s")
-    measured = f"{median_low(passes.values) + median_low(updates.values):.3g} s" if len(passes) else "?"
-    span = plan.step
-    return f"{measured}; {span.likely:.3g} s ({span.low:.3g}-{span.high:.3g})"
+        plan = plan_of_run(run.path, run.stage, machine.device, machine.ranks) if machine else None
+        step = memory = ""
+        if plan is not None:
+            measured = _of(run.series("memory/peak_device_bytes"), max, size) or "?"
+            memory = f"{measured}; {size(float(plan.memory_bytes))}"
+        if plan is not None and run.stage != "rl":  # a rollout batch has several steps, of lengths that no plan knows
+            passes, updates = run.series("time/forward_backward_s"), run.series("time/optimizer_s")
+            measured = f"{median_low(passes.values) + median_low(updates.values):.3g} s" if len(passes) else "?"
+            step = f"{measured}; {plan.step.likely:.3g} s ({plan.step.low:.3g}-{plan.step.high:.3g})"
+        steps.append(step)
+        memories.append(memory)
+    yield "a step, measured; planned", steps
+    yield "device memory, measured; planned", memories
 
 
 def differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
