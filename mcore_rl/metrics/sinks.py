@@ -221,7 +221,14 @@ class ConsoleSink:
             cells[label] = show(value)
         if self._is_quiet:
             return
-        left = self._time_left(step) if "train/lr" in values else None
+        left = None
+        if "train/lr" in values:
+            # At the mean pace since the first line, which has no time left.
+            now_s = time.monotonic()
+            self._first = self._first or (step, now_s)
+            first_step, first_s = self._first
+            if step > first_step:
+                left = timedelta(seconds=round((now_s - first_s) / (step - first_step) * (self._total_steps - step)))
         if cells and self._has_columns and "train/lr" in values:
             # As wide as a time from the first row on, which has none: the columns below do not shift.
             self._print_row(
@@ -261,16 +268,6 @@ class ConsoleSink:
 
     def close(self) -> None:
         """Do nothing: the console stays open."""
-
-    def _time_left(self, step: int) -> timedelta | None:
-        """Return the time left at the mean pace since the first line, on which it is None."""
-        now_s = time.monotonic()
-        if self._first is None:
-            self._first = step, now_s
-        first_step, first_s = self._first
-        if step <= first_step:
-            return None
-        return timedelta(seconds=round((now_s - first_s) / (step - first_step) * (self._total_steps - step)))
 
     def _print(self, line: str) -> None:
         self._console.print(line, highlight=False, soft_wrap=True)

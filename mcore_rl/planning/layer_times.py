@@ -156,7 +156,7 @@ def workload_of(training: Training, device: Device, rates: Rates) -> Workload:
 
 @dataclass(frozen=True, slots=True)
 class LayerTimes:
-    """Seconds of one layer for one microbatch."""
+    """Seconds of one layer, or of all layers of a stage, for one microbatch."""
 
     forward: float
     backward: float

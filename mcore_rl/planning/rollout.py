@@ -224,7 +224,14 @@ def decode_seconds(
     met = rows * engine.ep / engine.tp  # tokens of all replicas that share experts
     touched = 1 - (1 - model.moe.top_k / model.moe.num_experts) ** met if model.is_moe else 0.0
     read = element * (dense / engine.tp + expert * touched / engine.ep)
-    read += element * rows * context * _cached_numbers(model, engine)
+    if family_of(model).is_latent:  # a server keeps latents, our engine all heads
+        mla = model.mla
+        whole = model.num_heads / engine.tp * (mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim)
+        each = mla.kv_lora_rank + mla.qk_rope_head_dim if engine.is_served else whole
+        cached = model.num_layers * each + model.mixers.count("indexed") * model.indexer.width
+    else:
+        cached = model.mixers.count("attention") * 2 * max(1.0, model.num_kv_heads / engine.tp) * model.head_dim
+    read += element * rows * context * cached
     # A state is read and written.
     read += 2 * rows * model.mixers.count("delta") * delta_state_bytes(model, 1, element) / engine.tp
     flops = rows * sum(forward_flops_per_token(model, 2 * context).values()) / engine.tp
@@ -260,14 +267,3 @@ def _weights(model: ModelConfig) -> tuple[int, int]:
     dense = sum(layers[kind].dense + layers[kind].frozen for kind in model.layer_kinds)
     expert = sum(layers[kind].expert for kind in model.layer_kinds)
     return dense + 2 * model.padded_vocab_size * model.hidden_size, expert
-
-
-def _cached_numbers(model: ModelConfig, engine: Engine) -> float:
-    # A server keeps latents, our engine all heads.
-    if family_of(model).is_latent:
-        mla = model.mla
-        heads = model.num_heads / engine.tp
-        whole = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim)
-        each = mla.kv_lora_rank + mla.qk_rope_head_dim if engine.is_served else whole
-        return model.num_layers * each + model.mixers.count("indexed") * model.indexer.width
-    return model.mixers.count("attention") * 2 * max(1.0, model.num_kv_heads / engine.tp) * model.head_dim

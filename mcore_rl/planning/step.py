@@ -183,15 +183,6 @@ HOST_LINK_BYTES = 4 + 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StageTimes:
-    """Seconds of all layers of one stage for one microbatch."""
-
-    forward: float
-    backward: float
-    parts: dict[str, float]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
     """Seconds of a step on the fullest rank, by activity."""
 
@@ -203,7 +194,7 @@ class Step:
         return sum(self.parts.values())
 
 
-def stage_times(work: Workload, layers: dict[LayerKind, LayerTimes]) -> list[StageTimes]:
+def stage_times(work: Workload, layers: dict[LayerKind, LayerTimes]) -> list[LayerTimes]:
     """Return the seconds of each stage for a microbatch; the last stage has the output and the MTP layers."""
     stages = []
     for stage, kind in enumerate(layer_kinds_by_stage(work.model, work.mesh)):
@@ -223,7 +214,7 @@ def stage_times(work: Workload, layers: dict[LayerKind, LayerTimes]) -> list[Sta
             output = output_times(work)
             forward, backward = forward + heads * output[0], backward + heads * output[1]
             parts["output"] = heads * sum(output)
-        stages.append(StageTimes(forward=forward, backward=backward, parts=parts))
+        stages.append(LayerTimes(forward, backward, parts))
     return stages
 
 

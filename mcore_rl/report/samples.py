@@ -111,9 +111,16 @@ def before_and_after(run_dir: Path) -> list[SampledStep]:
     common = [problem for problem in read[0] if all(problem in table for table in read)]
     if len(read) < 2 or not common:
         return [_sampled(table, dict.fromkeys(table, "")) for table in read]
-    before, after = read
-    kinds = _kinds(before, after, common)
-    return list(_compared(*(_sampled(table, kinds) for table in read)))
+    kinds = _kinds(read[0], read[1], common)
+    before, after = (_sampled(table, kinds) for table in read)
+    both: tuple[list[SampleGroup], list[SampleGroup]] = ([], [])
+    for old, new in zip(before.groups, after.groups, strict=True):
+        pairs = [word_diff(a.text, b.text) for a, b in zip(old.completions, new.completions, strict=False)]
+        for side, (groups, group) in enumerate(zip(both, (old, new), strict=True)):
+            marked = [replace(one, parts=parts[side]) for one, parts in zip(group.completions, pairs, strict=False)]
+            rest = group.completions[len(marked) :]
+            groups.append(replace(group, completions=(*marked, *rest)))
+    return [replace(before, groups=tuple(both[0])), replace(after, groups=tuple(both[1]))]
 
 
 def _kinds(before: _Table, after: _Table, common: Sequence[str]) -> dict[str, str]:
@@ -149,17 +156,6 @@ def last_traced(run_dir: Path) -> SampledStep | None:
         if traced:
             return _sampled(table, dict.fromkeys(traced, ""))
     return None
-
-
-def _compared(before: SampledStep, after: SampledStep) -> tuple[SampledStep, SampledStep]:
-    both: tuple[list[SampleGroup], list[SampleGroup]] = ([], [])
-    for old, new in zip(before.groups, after.groups, strict=True):
-        pairs = [word_diff(a.text, b.text) for a, b in zip(old.completions, new.completions, strict=False)]
-        for side, (groups, group) in enumerate(zip(both, (old, new), strict=True)):
-            marked = [replace(one, parts=parts[side]) for one, parts in zip(group.completions, pairs, strict=False)]
-            rest = group.completions[len(marked) :]
-            groups.append(replace(group, completions=(*marked, *rest)))
-    return replace(before, groups=tuple(both[0])), replace(after, groups=tuple(both[1]))
 
 
 def word_diff(before: str, after: str) -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]:
