@@ -135,7 +135,6 @@ def train(
     file = log_dir / "config.toml"
     file.write_text(dump_config(loaded), encoding="utf-8")
     news = NewRecords(Path(loaded.run_dir, FILE_NAME))
-
     whole: dict[int, dict[str, Any]] = {}
 
     def report(*, is_last: bool = False) -> None:

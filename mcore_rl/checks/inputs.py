@@ -25,7 +25,6 @@ NO_TEMPLATES = ("", "tokenizer", "plain", "raw")
 OF_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "tokenizer_config.json", "chat_template.jinja")
 """Files of a tokenizer's folder that decide its tokens; a model's weights may be in the same folder."""
 
-
 Inputs = Iterable[tuple[str, Path, str]]
 """Field, path and kind of each thing that a run reads."""
 

@@ -47,7 +47,6 @@ class MeshConfig(Section):
     on."""
     overlap_shared_experts: bool = False
     """Compute shared experts while tokens travel to the routed experts and back; needs ep or etp > 1."""
-
     overlap_tp: bool = False
     """Overlap tensor-parallel messages with the matrix products next to them, in TransformerEngine's user buffers. Only
     for pretraining and fine-tuning, because all messages of a run must have the same shape. Needs CUDA and tp > 1."""

@@ -34,7 +34,6 @@ class LoraConfig(Section):
     expert_gate_up: Literal["fused", "split"] = "fused"
     """Matrix A of a routed expert's gate and up-projection. `fused`: both share it, as with PEFT's `target_parameters`.
     `split`: each has its own, as with PEFT's modules for each expert."""
-
     load: Text | None = None
     """Folder with adapters to start from, in the format of the peft library. Its targets, ranks and scales must be
     those of this section; `none`: new adapters, or those in `checkpoint.load`."""

@@ -42,7 +42,6 @@ from mcore_rl.storage.files import NOT_WRITER, RESERVE_BYTES, RESERVE_FILE, UNWR
 
 JOB_SH = "job.sh"
 """Name of the static part of a job script, in launch/ and in the folder of a launch."""
-
 STATUS: Mapping[str, int] = MappingProxyType({name: row["number"] for name, row in STATES["status"].items()})
 """Exit statuses of a job script; a program that is no training has its own."""
 WRITABLE_S = 900

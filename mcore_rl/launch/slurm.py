@@ -21,7 +21,6 @@ UNOPENED = "53"
 STATES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("states.toml").read_text(encoding="utf-8"))
 ALIVE: list[str] = STATES["alive"]
 """States of a job that has not ended, or will start again."""
-
 UNREACHABLE: list[str] = STATES["unreachable"]
 """Parts of the messages of Slurm's commands when no controller answers; all else is a controller's answer."""
 

@@ -52,7 +52,6 @@ class RunAttempt:
     """The layers, with the build of compiled layers: `te`, `torch`, `cpu BUILD`; a resume on a CPU keeps them."""
     extensions: dict[str, str] = field(default_factory=dict)
     """SHA-256 of the source file of everything of the user's own that the config names as `module:name`."""
-
     speed: dict[str, bool | int | str | None] = field(default_factory=dict)
     """The flags of speed without "auto", by the names of their fields (config/mesh.py)."""
     changes: list[str] = field(default_factory=list)

@@ -35,7 +35,6 @@ NORM_OF_NORMS = 1 / 3
 """Share of the norms' forward time that recomputing them takes: their reads stay in the backward pass."""
 HOST_BACKWARD = 1.2
 """Host's time of a backward pass, as a multiple of the forward pass's."""
-
 FP32_PRODUCTS = 1 / 15
 """Share of bf16's peak that products in fp32 reach, in which an indexer's scores are: 67 of 989 TFLOP/s of an H100."""
 SORTED_BYTES = 100

@@ -462,7 +462,6 @@ class StageMemory:
         if has_mtp:
             kinds[model.mtp_kind] += model.mtp_layers
         group = platform.recompute_layers if platform.recompute == "full" else 0
-
         # Recomputed layers without an indexer need the choice that they share: it is kept.
         shared = sum(
             pair == ("indexed", "shared")

@@ -247,7 +247,6 @@ def decode_seconds(
 
 def share_longer(mean: float, longest: int, spread: float) -> Callable[[float], float]:
     """Return the share of completions longer than t tokens: log-normal with this mean once cut at the longest."""
-
     width = spread * sqrt(2)
     logs = [log(max(token, 1)) for token in range(0, longest, STRIDE)]
     low, high = log(mean / 4), log(mean * 64)

@@ -177,7 +177,6 @@ LEAST_EXPOSED = 0.1
 """Smallest part of the exchange of gradients that computation does not hide."""
 MAIN_MOVED_BYTES = 2 * 4 + 2
 """Bytes that Adam moves for a weight besides gradient and moments: fp32 copy, read and written, and new weight."""
-
 HOST_LINK_BYTES = 4 + 2
 """Bytes of an offloaded weight that travel: the fp32 gradient to main memory, the 16-bit weight back."""
 

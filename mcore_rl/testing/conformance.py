@@ -63,7 +63,6 @@ class ReplayResult:
 RunPasses = Callable[[str, Sequence[ReplayPass]], Sequence[ReplayResult]]
 """Runs passes in order on the mesh of this name, always over the same samples: at least two samples of different
 lengths, and two of equal length to test their exchange."""
-
 Verdict = Literal["ok", "refused", "harmless", "FAILED"]
 
 
