@@ -195,9 +195,8 @@ def _distill(rl: RlConfig) -> Iterator[str]:
                 "the policy. Set one of them, or another kind."
             )
         return
-    yield from unused(
-        "rl.distill", distill, (not distill.has_self, "self_refresh_rollouts", f'teachers of which none is "{SELF}"')
-    )
+    no_self = (SELF not in distill.paths, "self_refresh_rollouts", f'teachers of which none is "{SELF}"')
+    yield from unused("rl.distill", distill, no_self)
     if distill.estimator == "vocabulary" and distill.use == "advantage":
         yield (
             'rl.distill.estimator="vocabulary" with use="advantage": a KL over the vocabulary is of no sampled token, '

@@ -172,11 +172,6 @@ class JobScript:
         return container.model_copy(update={"mounts": (*container.mounts, f"{launches}:{launches}")})
 
     @property
-    def done_text(self) -> str:
-        """Content of DONE of a program that is no training and writes no DONE itself: the step that has succeeded."""
-        return f"mcore-rl {shlex.join(self.arguments)}"
-
-    @property
     def tasks_per_node(self) -> int:
         """Number of tasks that srun starts on each node."""
         return self.ranks_per_node if self.starter == "srun" else 1
@@ -330,7 +325,8 @@ def _settings(job: JobScript) -> Iterator[str]:
             "starter": job.starter,
             "module": job.module,
             "arguments": job.arguments,
-            **({} if job.is_training else {"done_text": job.done_text}),
+            # The content of DONE of a program that does not write it itself: the step that has succeeded.
+            **({} if job.is_training else {"done_text": f"mcore-rl {shlex.join(job.arguments)}"}),
         },
         "its nodes": {
             "num_nodes": job.nodes,

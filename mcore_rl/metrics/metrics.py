@@ -28,11 +28,6 @@ class Metric:
                 object.__setattr__(self, field, number.detach())
 
     @property
-    def unit(self) -> str:
-        """Unit of the metric in METRICS."""
-        return row_of(self.name).unit
-
-    @property
     def reduce(self) -> Reduce:
         """Reduction of the metric in METRICS."""
         return row_of(self.name).reduce

@@ -110,11 +110,6 @@ class DistillConfig(Section):
         return (*([] if self.teacher is None else [self.teacher]), *self.teachers.values())
 
     @cached_property
-    def has_self(self) -> bool:
-        """Whether an earlier state of the policy is a teacher."""
-        return SELF in self.paths
-
-    @cached_property
     def reverse_coeff(self) -> float:
         """Coefficient of KL(policy || teacher)."""
         return self.coeff * (1.0 - self.forward_weight)
