@@ -27,7 +27,7 @@ CONSEQUENCES = {
     "restart": "started again within its allocation",
     "orphan": MEANING[STATUS["cancelled"]],
 }
-"""What followed the end of an attempt; an exit status has its meaning."""
+"""Value of `then` at the end of an attempt -> its meaning for a user; that of an exit status is in MEANING."""
 COLUMNS = ("run", "job", "state", "attempts", "step", "tokens/s/rank", "checkpoint", "age", "nodes", "why")
 
 
