@@ -199,8 +199,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     if kind not in PROGRAMS:
         raise ConfigError(f"--calibrate {run_dir} is a run of {kind}, which trains nothing.")
     config = load_config(PROGRAMS[kind].config, run_dir / "config.toml")
-    cluster = load_config(ClusterConfig, args.cluster)
-    check_cluster(cluster)
+    cluster = _cluster(args)
     training = training_of(config, attempts[-1].machine.ranks)
     plain = cluster.model_copy(update={"rates": RatesConfig()})
     records = [record for record in read_records(run_dir / FILE_NAME) if "event" not in record]

@@ -183,25 +183,16 @@ def probe(args: argparse.Namespace) -> int:
         if older is not None:
             others, _ = load_model(trained.model, lora, mesh, platform, settings, older)
             replaced = [shard.data for shard in local_shards(others)]
-        lines = list(_groups(chunks, probe, ours.logprobs_NT, theirs, replaced))
+        keys, lines = [shard.key for shard in local_shards(chunks)], []
+        for name in dict.fromkeys(map(_group_of, keys)):
+            chosen = [index for index, key in enumerate(keys) if _group_of(key) == name]
+            with _replaced(chunks, chosen, replaced):
+                other_NT = probe.logprobs()
+            moved = difference_of(ours.logprobs_NT, other_NT)
+            lines.append(GroupLine(name=name, moved=moved, server=difference_of(other_NT, theirs)))
         sys.stdout.write(_text(args.url, checkpoint, older, ours, found, lines, probe))
         platforms.stop()
     return 0 if ours.limit.holds(found) else 1
-
-
-def _groups(
-    chunks: Sequence[nn.Module],
-    probe: Probe,
-    ours_NT: Tensor,
-    theirs: Sequence[Sequence[float]],
-    replaced: Sequence[Tensor] | None,
-) -> Iterator[GroupLine]:
-    keys = [shard.key for shard in local_shards(chunks)]
-    for name in dict.fromkeys(_group_of(key) for key in keys):
-        chosen = [index for index, key in enumerate(keys) if _group_of(key) == name]
-        with _replaced(chunks, chosen, replaced):
-            other_NT = probe.logprobs()
-        yield GroupLine(name=name, moved=difference_of(ours_NT, other_NT), server=difference_of(other_NT, theirs))
 
 
 def _group_of(key: str) -> str:

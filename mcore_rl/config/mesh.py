@@ -71,7 +71,17 @@ class MeshConfig(Section):
     def chunk_layers(self, num_layers: int, mtp_layers: int = 0) -> list[int]:
         """Return each chunk's layers, without MTP, in the model's order: chunk c of stage s is at c * pp + s."""
         if self.pp_layout == "balanced":
-            return self._balanced(num_layers, mtp_layers)
+            each, rest = divmod(num_layers + 2 + mtp_layers, self.pp * self.vpp)
+            # The rest goes to whole rounds, then to a round's last stages, which keep the fewest microbatches.
+            rounds, stages_left = divmod(rest, self.pp)
+            chunks = [
+                each + (chunk < rounds or (chunk == rounds and stage >= self.pp - stages_left))
+                for chunk in range(self.vpp)
+                for stage in range(self.pp)
+            ]
+            chunks[0] -= 1
+            chunks[-1] -= 1 + mtp_layers
+            return chunks
         if self.pp_layout is not None:
             return list(self.pp_layout)
         first, last = self.first_stage_layers or 0, self.last_stage_layers or 0
@@ -81,17 +91,3 @@ class MeshConfig(Section):
         stages[0] = first or stages[0]
         stages[-1] = last or stages[-1]
         return [layers // self.vpp for layers in stages] * self.vpp
-
-    def _balanced(self, num_layers: int, mtp_layers: int) -> list[int]:
-        parts = num_layers + 2 + mtp_layers
-        each, rest = divmod(parts, self.pp * self.vpp)
-        # The rest goes to whole rounds first, then to the last stages of a round, which keep the fewest microbatches.
-        rounds, stages = divmod(rest, self.pp)
-        chunks = [
-            each + (chunk < rounds or (chunk == rounds and stage >= self.pp - stages))
-            for chunk in range(self.vpp)
-            for stage in range(self.pp)
-        ]
-        chunks[0] -= 1
-        chunks[-1] -= 1 + mtp_layers
-        return chunks

@@ -17,7 +17,7 @@ from mcore_rl.megatron.agree import on_every_rank
 from mcore_rl.megatron.mesh import Mesh
 from mcore_rl.megatron.platform import Platform
 from mcore_rl.programs.inputs import load_matching_tokenizer
-from mcore_rl.rl.engines.base import Decode, Engine, asking, make_engine, sampling_of
+from mcore_rl.rl.engines.base import Engine, asking, make_engine, sampling_of
 from mcore_rl.rl.rewards.score import ANSWER_PARTS, FailureReport, Reward
 from mcore_rl.rl.rollouts.evaluation import greedy_baseline
 from mcore_rl.rl.rollouts.prompts import FilePrompts, PromptEncoder, PromptSource, held_out_prompts, train_prompts
@@ -123,28 +123,6 @@ def _conversations(
     return Conversations(rl, engine, prompts.chat, mesh, workers)
 
 
-def _engine(
-    config: RlRunConfig,
-    chunks: Sequence[nn.Module],
-    mesh: Mesh,
-    platform: Platform,
-    decode: Decode,
-    servers: "SharedServers | None",
-) -> Engine:
-    if config.served is None or not config.served.share_gpus:
-        return make_engine(config, chunks, mesh, decode)
-    from mcore_rl.rl.engines.shared_gpus import SharedServers, shared_engine
-
-    if servers is None:
-        servers = SharedServers(config, platform)
-        try:
-            servers.start(has_models=True)
-        except BaseException:
-            servers.close()
-            raise
-    return shared_engine(servers, config, chunks, mesh, decode)
-
-
 @contextmanager
 def open_rollouts(
     config: RlRunConfig,
@@ -164,9 +142,23 @@ def open_rollouts(
         reward = None
         if runs_rewards(mesh):
             reward = stack.enter_context(Reward(rl.reward, max_new_tokens=rl.max_completion_tokens))
-        models, engine = None, _engine(config, chunks, mesh, platform, tokenizer.decode, servers)
+        engine: Engine
+        if config.served is None or not config.served.share_gpus:
+            engine = make_engine(config, chunks, mesh, tokenizer.decode)
+        else:
+            from mcore_rl.rl.engines.shared_gpus import SharedServers, shared_engine
+
+            if servers is None:
+                servers = SharedServers(config, platform)
+                try:
+                    servers.start(has_models=True)
+                except BaseException:
+                    servers.close()
+                    raise
+            engine = shared_engine(servers, config, chunks, mesh, tokenizer.decode)
         stack.callback(engine.close)
         conversations = _conversations(rl, engine, prompts, mesh, stack)
+        models = None
         if rl.reward.model_parts:
             from mcore_rl.rl.rewards.from_model import load_reward_models
 
