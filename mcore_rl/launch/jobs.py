@@ -115,8 +115,10 @@ def status_of(run: Path, submission: records.Submission, queued: Mapping[str, sl
     job = None if queued is None else queued.get(name) or slurm.ended(name)
     # Records come newest first.
     newest = max((_number(entry, "time") or 0 for entry in metrics[:1] + attempts[:1]), default=0)
-    done = records.done(run)
-    reasons = [done or (_why(job, attempts, queued) if attempts else _stage_before(submission, job, queued))]
+    done, is_asked = records.done(run), queued is not None
+    reasons = [done]
+    if not done:
+        reasons = [_why(job, attempts, is_asked=is_asked) if attempts else _stage_before(submission, job, queued)]
     with suppress(OSError, ValueError, KeyError, TypeError):
         servers = json.loads((run / "servers" / "status.json").read_text(encoding="utf-8"))["servers"]
         living = [entry["url"] for entry in servers if entry["is_serving"]]
@@ -129,7 +131,7 @@ def status_of(run: Path, submission: records.Submission, queued: Mapping[str, sl
     return RunStatus(
         run=str(run),
         job=name,
-        state="DONE" if done else _state(job, attempts, is_asked=queued is not None),
+        state="DONE" if done else _state(job, attempts, is_asked=is_asked),
         attempts=sum(entry.get("event") == "start" for entry in attempts),
         step=_first(metrics, "step"),
         tokens_per_s_per_rank=_first(metrics, "train/tokens_per_s_per_rank"),
@@ -175,13 +177,11 @@ def _stage_before(
     )
 
 
-def _why(
-    job: slurm.QueuedJob | None, attempts: Sequence[dict[str, object]], queued: Mapping[str, slurm.QueuedJob] | None
-) -> str:
+def _why(job: slurm.QueuedJob | None, attempts: Sequence[dict[str, object]], *, is_asked: bool) -> str:
     # A job that was requeued and runs shows how the attempt before ended.
     reasons = [job.reason] if job and job.reason else []
     last = attempts[0]
-    may_run = job.state == "RUNNING" if job else queued is None
+    may_run = job.state == "RUNNING" if job else not is_asked
     if may_run and last.get("event") == "start":
         last = next((entry for entry in attempts if entry.get("event") == "end"), {})
         cause = f": {last['cause']}," if last.get("cause") else ""

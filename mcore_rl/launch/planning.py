@@ -4,7 +4,7 @@ import difflib
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ def check_training(config: RunConfig, cluster: ClusterConfig, nodes: int, allowa
     placed = placement(config.model, config.mesh, per_node, world)
     plan = estimate(training_of(config, world), place_of(cluster))
     missing = [
-        *_missing_inputs(inputs_of(config), run_dir, cluster.container, allowances),
+        *_missing_inputs(config, cluster.container, allowances.promised),
         *absent_template(config),
         *_not_imported(config.checkpoint.load, config.model, run_dir.absolute()),
         *image_violations(cluster.container),
@@ -185,15 +185,12 @@ def in_use_violations(run_dir: Path) -> Iterator[str]:
 
 
 def _missing_inputs(
-    inputs: Iterable[tuple[str, Path, str]],
-    run_dir: Path,
-    container: NoContainer | ContainerConfig,
-    allowances: Allowances,
+    config: RunConfig, container: NoContainer | ContainerConfig, promised: frozenset[Path]
 ) -> Iterator[str]:
-    for name, path, what in inputs:
+    for name, path, what in inputs_of(config):
         whole = path.absolute()
-        if path.exists() or not allowances.promised.isdisjoint((whole, *whole.parents)):
-            if isinstance(container, ContainerConfig) and not _is_mounted(whole, container.mounts, run_dir):
+        if path.exists() or not promised.isdisjoint((whole, *whole.parents)):
+            if isinstance(container, ContainerConfig) and not _is_mounted(whole, container.mounts, config.run_dir):
                 yield (
                     f"{name}: {whole} is outside the mounts of the container. Add it to container.mounts, as "
                     f'"{whole.parent}:{whole.parent}".'
@@ -202,9 +199,9 @@ def _missing_inputs(
             yield absent(name, path, what)
 
 
-def _is_mounted(path: Path, mounts: Sequence[str], run_dir: Path) -> bool:
+def _is_mounted(path: Path, mounts: Sequence[str], run_dir: str) -> bool:
     # The container has a path under the same name, and the working and the run's folder.
-    seen = [Path.cwd(), run_dir.absolute()]
+    seen = [Path.cwd(), Path(run_dir).absolute()]
     for mount in mounts:
         source, _, rest = mount.partition(":")
         if rest.partition(":")[0] in ("", source):

@@ -212,8 +212,7 @@ def _plans(args: argparse.Namespace, cluster: ClusterConfig) -> Iterator[plannin
     if args.check and (program == PIPELINE or options.array or options.servers):
         raise ConfigError("--check is of one job's nodes. Give it a training, without --array and --servers.")
     if program == PIPELINE:
-        pipeline = load_config(PipelineConfig, args.config, args.overrides)
-        yield from _pipeline(pipeline, args, cluster, options, allowances)
+        yield from _pipeline(args, cluster, options, allowances)
         return
     if not args.nodes:
         raise ConfigError("The number of nodes is missing. Give --nodes N.")
@@ -241,13 +240,10 @@ def _mode(path: Path) -> int:
 
 
 def _pipeline(
-    pipeline: PipelineConfig,
-    args: argparse.Namespace,
-    cluster: ClusterConfig,
-    options: JobOptions,
-    allowances: planning.Allowances,
+    args: argparse.Namespace, cluster: ClusterConfig, options: JobOptions, allowances: planning.Allowances
 ) -> Iterator[planning.PlannedJob]:
     """Yield the jobs of unfinished stages; a dependency names the stage before, as its job id is not known yet."""
+    pipeline = load_config(PipelineConfig, args.config, args.overrides)
     refused = [name for name in ("array", "servers") if getattr(options, name)]
     if args.nodes or refused:
         option = "nodes" if args.nodes else refused[0]
