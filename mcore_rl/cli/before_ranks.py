@@ -22,25 +22,25 @@ FIRST = 100
 def refuse_first_records(config: RunConfig) -> None:
     """Try the config's functions, files, first records, prompts and rewards; raise an McoreRlError if any fails."""
     load_extensions(config)
-    if isinstance(config, RlRunConfig) and config.rl.prompts.task == "file":
-        needs_answer = any(part in ANSWER_PARTS for part in config.rl.reward.parts)
-        for files in (config.rl.prompts.files, config.rl.eval.files):
-            here = tuple(name for name in files if not name.startswith(HUB))
-            read_problems(config.rl.prompts.model_copy(update={"files": here}), needs_answer=needs_answer)
-    if isinstance(config, RlRunConfig) and (own := config.rl.reward.only(is_extension)):
-        prompts = load_prompts(config)
-        tried = prompts.train.take(0, TRIED_AT_START)
-        try_reward(own, config.rl.max_completion_tokens, tried, prompts.tokenizer.encode)
     if isinstance(config, SFTConfig):
         data = config.data
         _refuse((*data.train, *data.valid), data.max_bad, lambda record: conversation_of(record.fields, data))
-    if isinstance(config, PreferenceRunConfig):
+    elif isinstance(config, PreferenceRunConfig):
         pairs = config.data
         named = (*pairs.train, *pairs.valid)
         _refuse(named, pairs.max_bad, lambda record: pairs.has_steps or comparison_of(record, pairs))
-    if isinstance(config, RlRunConfig):
-        texts = SFTDataConfig()
-        _refuse(config.rl.ptx.files, texts.max_bad, lambda record: conversation_of(record.fields, texts))
+    elif isinstance(config, RlRunConfig):
+        rl, texts = config.rl, SFTDataConfig()
+        if rl.prompts.task == "file":
+            needs_answer = any(part in ANSWER_PARTS for part in rl.reward.parts)
+            for files in (rl.prompts.files, rl.eval.files):
+                here = tuple(name for name in files if not name.startswith(HUB))
+                read_problems(rl.prompts.model_copy(update={"files": here}), needs_answer=needs_answer)
+        if own := rl.reward.only(is_extension):
+            prompts = load_prompts(config)
+            tried = prompts.train.take(0, TRIED_AT_START)
+            try_reward(own, rl.max_completion_tokens, tried, prompts.tokenizer.encode)
+        _refuse(rl.ptx.files, texts.max_bad, lambda record: conversation_of(record.fields, texts))
 
 
 def _refuse(files: Sequence[str], max_bad: int | None, read: Callable[[Record], object]) -> None:
