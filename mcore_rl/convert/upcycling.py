@@ -125,7 +125,11 @@ class UpcycledSource(HfSource):
             super().fill(out, name, where)
             return
         if part.dense is None:
-            out.copy_(self._router(name, where[1].stop)[slice(*where[0])].view(out.shape))
+            # A router in float32: a random row for each copy of the MLP, the same for all its slices.
+            shape = self._options.num_experts // self._options.granularity, where[1].stop
+            router_ED = self._router_std * torch.randn(shape, generator=self._generator(name))
+            router_ED = router_ED.repeat_interleave(self._options.granularity, 0)
+            out.copy_(router_ED[slice(*where[0])].view(out.shape))
             return
         values_RC = torch.empty(sizes(where))
         super().fill(values_RC, part.dense, where)
@@ -142,15 +146,7 @@ class UpcycledSource(HfSource):
             super().prefetch(dense, where)
 
     def run(self, name: str, where: Region) -> ByteRun | None:
-        """Return where a region of the dense model is stored (see TensorSource)."""
         return None if name in self._made else super().run(name, where)
-
-    def _router(self, name: str, hidden: int) -> Tensor:
-        """Return a router `[experts, hidden]` in float32: a random row for each copy, the same for all its slices."""
-        options = self._options
-        rows = options.num_experts // options.granularity
-        router_ED = self._router_std * torch.randn(rows, hidden, generator=self._generator(name))
-        return router_ED.repeat_interleave(options.granularity, 0)
 
     def _generator(self, name: str) -> torch.Generator:
         digest = sha256(f"{self._options.seed} {name}".encode()).digest()

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -159,19 +158,15 @@ class Conversion:
             shape = "x".join(map(str, target.shape)) or "scalar"
             dtype = str(target.dtype).removeprefix("torch.")
             size = readable_bytes(target.num_bytes)
-            yield f"{target.name:<{width}}  {dtype:<8} {shape:<22} {size:>11}  <- {_origin(target)}"
+            names = list(dict.fromkeys(copy.source for copy in target.copies))
+            origin = names[0] + (f" and {len(names) - 1} more, to {names[-1]}" if len(names) > 1 else "")
+            yield f"{target.name:<{width}}  {dtype:<8} {shape:<22} {size:>11}  <- {origin}"
         workers = self.workers_within(settings)
         yield f"output: {self.final}, {len(self.targets)} tensors, {readable_bytes(self.num_bytes)} on disk"
         yield (
             f"memory: at most {readable_bytes(self.memory_forecast(workers))} with {workers} worker(s); the largest "
             f"chunk is {readable_bytes(self.largest_chunk_bytes)}"
         )
-
-
-def _origin(target: TargetTensor) -> str:
-    names = [name for name, _ in groupby(copy.source for copy in target.copies)]
-    unique = list(dict.fromkeys(names))
-    return unique[0] + (f" and {len(unique) - 1} more, to {unique[-1]}" if len(unique) > 1 else "")
 
 
 def foreign_to(kind: str, folder: Path) -> str | None:

@@ -234,16 +234,11 @@ class CopyJob:
     def recorded_tasks(self) -> Iterator[RecordedTask]:
         """Yield each task with the records of its chunks."""
         for task in self.conversion.tasks:
-            entries = json.loads(self.record_file(task).read_text(encoding="utf-8"))
-            yield (
-                task,
-                [
-                    ChunkRecord(
-                        WrittenRange(*written), crc, tuple((name, PartChecksum(*part)) for name, part in sources)
-                    )
-                    for written, crc, sources in entries
-                ],
-            )
+            records = []
+            for written, crc, sources in json.loads(self.record_file(task).read_text(encoding="utf-8")):
+                checksums = tuple((name, PartChecksum(*part)) for name, part in sources)
+                records.append(ChunkRecord(WrittenRange(*written), crc, checksums))
+            yield task, records
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,10 +256,14 @@ def run_tasks(job: CopyJob, workers: int, progress: ByteProgress) -> McoreRlErro
     CheckpointError, or the disk's OSError, if a worker fails. All other workers are ended in both cases.
     """
     job.records.mkdir(exist_ok=True)
-    tasks = job.conversion.tasks
-    todo = _files_in_turn([task for task in tasks if not job.record_file(task).exists()])
+    by_file: dict[str, list[CopyTask]] = {}
+    for task in job.conversion.tasks:
+        if not job.record_file(task).exists():
+            by_file.setdefault(task.file, []).append(task)
+    # A task of each file in turn: processes that write to the same file wait for each other.
+    todo = [task for turn in itertools.zip_longest(*by_file.values()) for task in turn if task is not None]
     job.conversion.writer.prepare(job.out)
-    total_bytes = sum(task.num_bytes for task in tasks)
+    total_bytes = sum(task.num_bytes for task in job.conversion.tasks)
     todo_bytes = sum(task.num_bytes for task in todo)
     context = multiprocessing.get_context("fork")
     # Workers take the next task from a shared counter, so fast workers take more tasks.
@@ -290,15 +289,6 @@ def run_tasks(job: CopyJob, workers: int, progress: ByteProgress) -> McoreRlErro
         for process in processes.values():
             process.terminate()
             process.join()
-
-
-def _files_in_turn(tasks: Sequence[CopyTask]) -> list[CopyTask]:
-    """Order tasks so that each file has a turn: processes that write to one file wait for each other."""
-    by_file: dict[str, list[CopyTask]] = {}
-    for task in tasks:
-        by_file.setdefault(task.file, []).append(task)
-    turns = itertools.zip_longest(*by_file.values())
-    return [task for turn in turns for task in turn if task is not None]
 
 
 def _listen(processes: dict[Connection, Any], progress: ByteProgress) -> McoreRlError | None:

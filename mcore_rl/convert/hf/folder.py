@@ -90,7 +90,14 @@ def open_hf(path: Path) -> HfFolder:
     files = [path.name] if path.is_file() else _files(path)
     # transformers would load the adapter's base and apply the adapter; we would ignore or misread its tensors.
     if adapter := [name for name in ADAPTER_FILES if (folder / name).exists()]:
-        raise CheckpointError(_adapter_fault(folder, adapter[0]))
+        read = folders.read_json(folder / ADAPTER_CONFIG) if (folder / ADAPTER_CONFIG).is_file() else {}
+        known = read if isinstance(read, dict) else {}
+        kind, base = known.get("peft_type", "an unknown kind"), known.get("base_model_name_or_path")
+        raise CheckpointError(
+            f"{folder} has an adapter ({adapter[0]}: {kind}{f' on {base}' if base else ''}), which changes what the "
+            "model computes, and is not merged here. Merge it first (peft: model.merge_and_unload(), then "
+            "save_pretrained), or move its files away to convert the model without it."
+        )
     stamps = stored.sizes_and_times(folder / name for name in (*files, "config.json"))
     config = folders.read_config(folder) if (folder / "config.json").is_file() else None
     if path.is_dir():
@@ -122,22 +129,10 @@ def _refuse_other_weights(folder: Path, files: Sequence[str], config: Mapping[st
         )
 
 
-def _adapter_fault(folder: Path, name: str) -> str:
-    config = folders.read_json(folder / ADAPTER_CONFIG) if (folder / ADAPTER_CONFIG).is_file() else {}
-    known = config if isinstance(config, dict) else {}
-    kind, base = known.get("peft_type", "an unknown kind"), known.get("base_model_name_or_path")
-    return (
-        f"{folder} has an adapter ({name}: {kind}{f' on {base}' if base else ''}), which changes what the model "
-        "computes, and is not merged here. Merge it first (peft: model.merge_and_unload(), then save_pretrained), or "
-        "move its files away to convert the model without it."
-    )
-
-
 def _files(folder: Path) -> list[str]:
     if (folder / INDEX).is_file():
         names = sorted(set(_weight_map(folder).values()))
-        missing = [name for name in names if not (folder / name).is_file()]
-        if missing:
+        if missing := [name for name in names if not (folder / name).is_file()]:
             raise CheckpointError(
                 f"{folder}/{INDEX} names files that are not there:\n{listed(missing)}\nDownload or copy them again."
                 f"{stored.unfinished_download(folder)}"
@@ -149,8 +144,7 @@ def _files(folder: Path) -> list[str]:
         )
     if (fault := folders.hub_cache_fault(folder)) is not None:
         raise CheckpointError(f"{fault}.")
-    found = sorted(file.name for file in folder.glob("*.safetensors"))
-    if not found:
+    if not (found := sorted(file.name for file in folder.glob("*.safetensors"))):
         pickled = sorted(file.name for file in folder.glob("*.bin"))
         hint = f" Its {pickled[0]} is a pickle: save it as safetensors first." if pickled else ""
         raise CheckpointError(f"{folder} has no *.safetensors.{hint}{stored.unfinished_download(folder)}")

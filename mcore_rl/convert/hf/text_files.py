@@ -154,7 +154,12 @@ def model_card(model: ModelConfig, step: int, run: Path | None, reference: Path 
         lines += ["## Training", "", "| | |", "|---|---|"]
         cells = {name: value.replace("|", "\\|").replace("\n", " ") for name, value in rows.items()}
         lines += [f"| {name} | {cell} |" for name, cell in cells.items()] + [""]
-    metrics = _last_metrics(run, step) if run else {}
+    metrics: dict[str, tuple[float, int]] = {}
+    for record in read_records(run / FILE_NAME) if run and (run / FILE_NAME).is_file() else ():
+        at = int(str(record["step"]))
+        for name, value in record.items():
+            if name.startswith(CARD_METRICS) and isinstance(value, int | float) and at <= step:
+                metrics[name] = float(value), at
     if metrics:
         lines += ["## Metrics", "", "| metric | value | step |", "|---|--:|--:|"]
         lines += [f"| {name} | {value:.6g} | {at} |" for name, (value, at) in sorted(metrics.items())] + [""]
@@ -238,13 +243,3 @@ def _cuts_alike(
         translated.encode(text, add_special_tokens=False).ids == tokenizer.encode(text)
         for text in (*PROBES, *pieces, long)
     )
-
-
-def _last_metrics(run: Path, step: int) -> dict[str, tuple[float, int]]:
-    found: dict[str, tuple[float, int]] = {}
-    for record in read_records(run / FILE_NAME) if (run / FILE_NAME).is_file() else ():
-        at = int(str(record["step"]))
-        for name, value in record.items():
-            if name.startswith(CARD_METRICS) and isinstance(value, int | float) and at <= step:
-                found[name] = float(value), at
-    return found

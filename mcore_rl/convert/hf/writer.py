@@ -30,7 +30,22 @@ class SafetensorsWriter:
         self._headers: dict[str, bytes] = {}
         self._sizes: dict[str, int] = {}
         for file, targets in shards.items():
-            self._lay_out(file, targets)
+            entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+            end = 0
+            for target in targets:
+                start, end = end, end + target.num_bytes
+                dtype, shape = DTYPE_NAMES[target.dtype], list(target.shape)
+                entries[target.name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+            text = json.dumps(entries, separators=(",", ":")).encode()
+            # Spaces until the data begins at a multiple of 8 bytes, as the format's own library has it.
+            text += b" " * (-len(text) % 8)
+            # "<Q": the length of the header as a little-endian number of 8 bytes.
+            header = struct.pack("<Q", len(text)) + text
+            position = len(header)
+            for target in targets:
+                self._starts[target.name] = position
+                position += target.num_bytes
+            self._headers[file], self._sizes[file] = header, position
 
     def prepare(self, folder: Path) -> None:
         """Make the files in full length, unless an earlier run did: a full disk refuses at once, not hours later."""
@@ -56,33 +71,12 @@ class SafetensorsWriter:
                 offset = self._starts[content.chunk.target.name] + content.chunk.start
                 ranges.append(WrittenRange(offset, content.chunk.num_bytes))
                 for block in content.blocks():
-                    _write_at(descriptor, block, offset)
-                    offset += len(block)
+                    while block:  # one call of the system may write less than all
+                        count = os.pwrite(descriptor, block, offset)
+                        block, offset = block[count:], offset + count
         finally:
             os.close(descriptor)
         return ranges
-
-    def _lay_out(self, file: str, targets: Sequence[regions.TargetTensor]) -> None:
-        entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        position = 0
-        for target in targets:
-            end = position + target.num_bytes
-            entries[target.name] = {
-                "dtype": DTYPE_NAMES[target.dtype],
-                "shape": list(target.shape),
-                "data_offsets": [position, end],
-            }
-            position = end
-        text = json.dumps(entries, separators=(",", ":")).encode()
-        # Spaces until the data begins at a multiple of 8 bytes, as the format's own library has it.
-        text += b" " * (-len(text) % 8)
-        # "<Q": the length of the header as a little-endian number of 8 bytes.
-        header = struct.pack("<Q", len(text)) + text
-        position = len(header)
-        for target in targets:
-            self._starts[target.name] = position
-            position += target.num_bytes
-        self._headers[file], self._sizes[file] = header, position
 
 
 def shards_of(targets: Sequence[regions.TargetTensor], max_bytes: int) -> dict[str, list[regions.TargetTensor]]:
@@ -99,13 +93,6 @@ def shards_of(targets: Sequence[regions.TargetTensor], max_bytes: int) -> dict[s
         return {"model.safetensors": groups[0]}
     total = len(groups)
     return {f"model-{i:05d}-of-{total:05d}.safetensors": group for i, group in enumerate(groups, 1)}
-
-
-def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    """Write all of `data`: one call of the system may write less."""
-    while data:
-        written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written
 
 
 BlockKind = Literal["int4", "fp8"]

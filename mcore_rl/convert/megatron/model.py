@@ -133,7 +133,13 @@ class KeyTranslation:
             rest = self._dense_norm if rest == DENSE_NORM else self._names.get(rest, rest)
         if layer is not None:
             front = f"{front}{layer}."
-        return _in_hybrid(front, rest) if self.layout.layers == "hybrid" else front + rest
+        if self.layout.layers != "hybrid":
+            return front + rest
+        if not front:
+            return HYBRID_NORM if rest == FINAL_NORM else rest
+        # HybridModel has the attention of layer i in its layer 2i, and the MLP in its layer 2i + 1.
+        hybrid_layer = 2 * int(front.removeprefix(STACK).removesuffix(".")) + (not rest.startswith(ATTENTION))
+        return f"{STACK}{hybrid_layer}.{rest}"
 
 
 def detect(model: ModelConfig, canonical: WeightMap, stored: Mapping[str, Shape]) -> KeyTranslation:
@@ -210,14 +216,6 @@ def _parts_without_hybrid_layout(model: ModelConfig) -> Iterator[str]:
         yield "MTP layers, which HybridModel makes of a pattern of their own; --mtp drop leaves them out"
     if model.head == "score":
         yield "a scalar head: HybridModel has logits only"
-
-
-def _in_hybrid(front: str, rest: str) -> str:
-    """Return HybridModel's name of a tensor: attention of layer i is in its layer 2i, the MLP in its layer 2i + 1."""
-    if not front:
-        return HYBRID_NORM if rest == FINAL_NORM else rest
-    layer = int(front.removeprefix(STACK).removesuffix("."))
-    return f"{STACK}{2 * layer + (not rest.startswith(ATTENTION))}.{rest}"
 
 
 def _rows_axis(key: str) -> int:
@@ -366,22 +364,18 @@ def _model(folder: DistFolder, reference: Path | None, stored: Mapping[str, Shap
             "Name the folder that the training began from"
             + (", or leave out --reference." if own is not None else ", or correct its config.json.")
         )
-    if own is None:
-        return described.model_copy(update={"vocab_multiple": _vocab_multiple(folder, described, stored)})
-    return own
+    if own is not None:
+        return own
+    # The vocabulary is padded to the stored number of rows, which is a multiple of itself.
+    rows = stored.get(EMBEDDING, (0,))[0]
+    if rows < described.vocab_size:
+        raise CheckpointError(
+            f"{folder.path}: {EMBEDDING} has {rows} rows, the reference's vocabulary {described.vocab_size}. Is the "
+            "reference that of the same model?"
+        )
+    return described.model_copy(update={"vocab_multiple": rows})
 
 
 def disagreements(there: ModelConfig, here: ModelConfig) -> list[str]:
     """Return a line for each setting with which the same weights would give other results."""
     return [str(change) for change in model_changes(there.model_dump(mode="json"), here)]
-
-
-def _vocab_multiple(folder: DistFolder, model: ModelConfig, stored: Mapping[str, Shape]) -> int:
-    """Return a vocab_multiple that pads the vocabulary to the stored number of rows: that number itself."""
-    rows = stored.get(EMBEDDING, (0,))[0]
-    if rows < model.vocab_size:
-        raise CheckpointError(
-            f"{folder.path}: {EMBEDDING} has {rows} rows, the reference's vocabulary {model.vocab_size}. Is the "
-            "reference that of the same model?"
-        )
-    return rows

@@ -6,7 +6,7 @@ import os
 import pickle
 import struct
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -88,7 +88,10 @@ def save(file: io.FileIO, content: ChunkBytes) -> None:
     for block in content.blocks():
         _write(file, block)
     elements = replace(elements, crc=content.crc)
-    _write(file, _directory([*records, elements], file.tell() - start))
+    position, count = file.tell() - start, len(records) + 1
+    assert position <= MAX_ARCHIVE_BYTES, f"{position} bytes of one chunk"
+    directory = b"".join(record.directory_entry() for record in (*records, elements))
+    _write(file, directory + struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, count, count, len(directory), position, 0))
     # The checksum is known only now: the header before the elements, which has it too, is written once more.
     os.pwrite(file.fileno(), elements.header(), start + elements.offset)
 
@@ -162,12 +165,6 @@ class _RecordHeader:
         """Return the fields that both headers share. The size appears twice, because nothing is compressed."""
         lengths = self.crc, self.size, self.size, len(self.name), len(self.extra)
         return struct.pack("<5H3L2H", ZIP_VERSION, 0, 0, 0, ZIP_DATE, *lengths)
-
-
-def _directory(records: Sequence[_RecordHeader], position: int) -> bytes:
-    assert position <= MAX_ARCHIVE_BYTES, f"{position} bytes of one chunk"
-    entries = b"".join(record.directory_entry() for record in records)
-    return entries + struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, len(records), len(records), len(entries), position, 0)
 
 
 class _StorageToPickle:
