@@ -93,10 +93,8 @@ def describe_adapters(chunks: Sequence[nn.Module]) -> str:
 
 def adapters_in(chunks: Sequence[nn.Module]) -> Iterator[layers.Adapter]:
     """Yield all adapters on this rank."""
-    for chunk in chunks:
-        for module in chunk.modules():
-            if isinstance(module, layers.Adapter):
-                yield module
+    modules = (module for chunk in chunks for module in chunk.modules())
+    return (module for module in modules if isinstance(module, layers.Adapter))
 
 
 @contextmanager
@@ -113,14 +111,10 @@ def adapters_off(chunks: Sequence[nn.Module]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def merged_weight(module: Any) -> Tensor:
-    """Return W + scale * B A of an adapted layer or its experts, summed in fp32 and rounded once to W's dtype."""
-    merged: Tensor = (module.weight.float() + _added(module.adapter)).to(module.weight.dtype)
-    return merged
-
-
 def merged_shards(chunks: Sequence[nn.Module], shards: Sequence[LocalShard]) -> list[LocalShard]:
-    """Return shards of the chunks' weights; where there is an adapter, it is added in new memory."""
+    """Return shards of the chunks' weights; where there is an adapter, it is added in new memory, in fp32, and the sum
+    is rounded once to the weight's dtype.
+    """
     owners = _owners(chunks)
     merged: dict[nn.Module, Tensor] = {}
     found = []
@@ -130,7 +124,7 @@ def merged_shards(chunks: Sequence[nn.Module], shards: Sequence[LocalShard]) -> 
             found.append(shard)
             continue
         if owner not in merged:
-            merged[owner] = merged_weight(owner)
+            merged[owner] = (owner.weight.float() + _added(owner.adapter)).to(owner.weight.dtype)
         found.append(replace(shard, data=_region(merged[owner], owner, shard)))
     return found
 
@@ -159,7 +153,9 @@ def merge_loss(chunks: Sequence[nn.Module], dtype: torch.dtype) -> float:
 
 
 def _owners(chunks: Sequence[nn.Module]) -> dict[int, Any]:
-    return {layer.weight.untyped_storage().data_ptr(): layer for layer in _adapted_layers(chunks)}
+    modules: Iterator[Any] = (module for chunk in chunks for module in chunk.modules())
+    adapted = (module for module in modules if isinstance(getattr(module, "adapter", None), layers.Adapter))
+    return {layer.weight.untyped_storage().data_ptr(): layer for layer in adapted}
 
 
 def _region(of_weight: Tensor, owner: Any, shard: LocalShard) -> Tensor:
@@ -167,13 +163,6 @@ def _region(of_weight: Tensor, owner: Any, shard: LocalShard) -> Tensor:
     # A shard is a view of the weight, such as an expert or the gate.
     first = shard.data.storage_offset() - owner.weight.storage_offset()
     return of_weight.as_strided(shard.data.shape, shard.data.stride(), first)
-
-
-def _adapted_layers(chunks: Sequence[nn.Module]) -> Iterator[Any]:
-    for chunk in chunks:
-        for module in chunk.modules():
-            if isinstance(getattr(module, "adapter", None), layers.Adapter):
-                yield module
 
 
 def _added(adapter: layers.Adapter) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import CheckpointError
+from mcore_rl.families.weight_map import AxisRange, Region
 from mcore_rl.megatron.agree import gathered_on
 from mcore_rl.megatron.mesh import Axis, Mesh, is_first_chunk, is_last_chunk
 from mcore_rl.megatron.platform import Platform
@@ -43,6 +44,14 @@ class LocalShard:
     copy: int | None = None
     """Index of the data-parallel copy, the same for all shards of a rank's layer; None: on a rank whose tensor- or
     pipeline-parallel peer has the region too, and comes before it."""
+
+    @property
+    def region(self) -> Region:
+        """`where` as one range for each axis."""
+        return tuple(
+            AxisRange(at, at + 1) if isinstance(at, int) else AxisRange(*at.indices(size)[:2])
+            for at, size in zip(self.where, self.global_shape, strict=True)
+        )
 
 
 def local_shards(chunks: Sequence[nn.Module]) -> Iterator[LocalShard]:

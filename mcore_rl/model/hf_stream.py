@@ -283,11 +283,7 @@ def bucket_of(name: str) -> str:
 
 
 def _held(shard: LocalShard) -> _Held:
-    where = tuple(
-        AxisRange(at, at + 1) if isinstance(at, int) else AxisRange(*at.indices(size)[:2])
-        for at, size in zip(shard.where, shard.global_shape, strict=True)
-    )
-    return _Held(key=shard.key, where=where, dtype=shard.data.dtype)
+    return _Held(key=shard.key, where=shard.region, dtype=shard.data.dtype)
 
 
 def _places(shard: _Held, copies: Mapping[str, Copies]) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -370,7 +366,7 @@ def _messages(pieces: Sequence[tuple[str, _Piece]]) -> Iterator[list[tuple[str, 
 def _elements(shards: Mapping[int, LocalShard], piece: _Piece) -> Tensor:
     """Return a piece of this rank's shard, with axes in Hugging Face's order."""
     shard = shards[piece.shard]
-    part = _region(_region(shard.data.reshape(sizes(_held(shard).where)), piece.window), piece.inside)
+    part = _region(_region(shard.data.reshape(sizes(shard.region)), piece.window), piece.inside)
     return part.mT if piece.transposed else part
 
 

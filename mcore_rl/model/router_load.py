@@ -90,7 +90,14 @@ class RouterLoad:
         def count(module: nn.Module, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
             if not torch.is_grad_enabled():
                 return
-            routed_TE, num_tokens = _routed_tokens(inputs, output)
+            _, routed_TE = output
+            # Megatron's inference router returns expert indices instead of a map, but records no gradients.
+            assert routed_TE.dtype == torch.bool
+            num_tokens: int | Tensor = len(routed_TE)
+            is_padding = inputs[1] if len(inputs) > 1 else None
+            if is_padding is not None:
+                is_token_T = ~is_padding.reshape(-1)
+                routed_TE, num_tokens = routed_TE & is_token_T[:, None], is_token_T.sum()
             tokens_E = routed_TE.sum(0)
             # In place and on the device: reading a number on the host would wait for all earlier kernels.
             counts_E.add_(tokens_E)
@@ -98,18 +105,6 @@ class RouterLoad:
                 dropped.add_(num_tokens * top_k - tokens_E.sum())
 
         return count
-
-
-def _routed_tokens(inputs: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, int | Tensor]:
-    """Return a router's map `[T, E]` of tokens to experts without padding, and the number of tokens."""
-    _, routed_TE = output
-    # Megatron's inference router returns expert indices instead of a map, but records no gradients.
-    assert routed_TE.dtype == torch.bool
-    is_padding = inputs[1] if len(inputs) > 1 else None
-    if is_padding is None:
-        return routed_TE, len(routed_TE)
-    is_token_T = ~is_padding.reshape(-1)
-    return routed_TE & is_token_T[:, None], is_token_T.sum()
 
 
 def load_max_over_mean(tokens_E: Tensor) -> float:

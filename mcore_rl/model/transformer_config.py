@@ -9,7 +9,6 @@ from megatron.core.transformer.moe import fused_a2a, moe_utils
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.config.speed import Kernel, Machine, SpeedFlags, speed_flags
@@ -98,6 +97,12 @@ def _parallel(model: ModelConfig, mesh: Mesh, platform: Platform) -> dict[str, A
             "set mesh.overlap_tp=false."
         )
     overlap = config.vpp > 1 and config.overlap_p2p
+    layout: list[list[str]] | None = None  # stages of equal chunks
+    if config.pp_layout is not None:
+        # The contents of each chunk in the model's order, by Megatron's names.
+        layout = [["decoder"] * count for count in config.chunk_layers(model.num_layers, model.mtp_layers)]
+        layout[0].insert(0, "embedding")
+        layout[-1] += ["mtp"] * model.mtp_layers + ["loss"]
     return {
         "tensor_model_parallel_size": config.tp,
         "pipeline_model_parallel_size": config.pp,
@@ -109,21 +114,11 @@ def _parallel(model: ModelConfig, mesh: Mesh, platform: Platform) -> dict[str, A
         "tp_comm_overlap": config.overlap_tp,
         "num_layers_in_first_pipeline_stage": config.first_stage_layers,
         "num_layers_in_last_pipeline_stage": config.last_stage_layers,
-        "pipeline_model_parallel_layout": _pipeline_layout(model, config),
+        "pipeline_model_parallel_layout": layout,
         "overlap_p2p_comm": overlap,
         # Two batched messages between the same two ranks (pp = 2, interleaved) would be confused with each other.
         "batch_p2p_comm": not overlap,
     }
-
-
-def _pipeline_layout(model: ModelConfig, mesh: MeshConfig) -> list[list[str]] | None:
-    """Return the contents of each chunk in the model's order, by Megatron's names; None for stages of equal chunks."""
-    if mesh.pp_layout is None:
-        return None
-    chunks = [["decoder"] * count for count in mesh.chunk_layers(model.num_layers, model.mtp_layers)]
-    chunks[0].insert(0, "embedding")
-    chunks[-1] += ["mtp"] * model.mtp_layers + ["loss"]
-    return chunks
 
 
 def _numeric(platform: Platform, settings: PlatformConfig) -> dict[str, Any]:

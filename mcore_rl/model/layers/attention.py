@@ -1,9 +1,11 @@
 """Core attention without TransformerEngine, for Megatron's self-attention and latent attention."""
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeVar
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -25,6 +27,7 @@ from mcore_rl.megatron.platform import to_device
 from mcore_rl.model.layers.cache import NO_TOKENS, StepTokens
 from mcore_rl.model.layers.linear import sharded_weights
 
+T = TypeVar("T")
 SHORT = 64
 """Sequences up to this length are padded to a multiple of WIDTH_MULTIPLE, so that more of them share a batch."""
 WIDTH_MULTIPLE = 8
@@ -64,44 +67,36 @@ class PackedParams(PackedSeqParams):
 
     lengths: tuple[int, ...] = ()
     """Number of positions of each sequence, including padding, over all context-parallel ranks."""
-    _bounds: list[Bounds] = field(default_factory=list, repr=False)
-    _orders: dict[int, Tensor] = field(default_factory=dict, repr=False)
-    _batches: list[SideBySide | None] = field(default_factory=list, repr=False)
-    _chunks: dict[tuple[int, int], RankChunks] = field(default_factory=dict, repr=False)
+    _computed: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
 
-    def bounds(self, device: torch.device) -> Bounds:
-        """Return the bounds of the sequences, computed once for all layers."""
-        if not self._bounds:
-            cumulative = torch.tensor((0, *self.lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
-            self._bounds.append(Bounds(to_device(cumulative, device), max(self.lengths)))
-        return self._bounds[0]
-
-    def order(self, ranks: int, device: torch.device) -> Tensor:
-        """Return `gathered_order(self.lengths, ranks)`, computed once for all layers."""
-        if ranks not in self._orders:
-            self._orders[ranks] = to_device(gathered_order(self.lengths, ranks), device)
-        return self._orders[ranks]
-
-    def chunks(self, rank: int, ranks: int, device: torch.device) -> RankChunks:
-        """Return `rank_chunks(self.lengths, rank, ranks, device)`, computed once for all layers."""
-        if (rank, ranks) not in self._chunks:
-            self._chunks[rank, ranks] = rank_chunks(self.lengths, rank, ranks, device)
-        return self._chunks[rank, ranks]
-
-    def batches(self, device: torch.device) -> SideBySide | None:
-        """Return `side_by_side(self.lengths, device)`, computed once for all layers."""
-        if not self._batches:
-            self._batches.append(side_by_side(self.lengths, device))
-        return self._batches[0]
+    def once(self, compute: Callable[..., T], *arguments: Any) -> T:
+        """Return `compute(self.lengths, *arguments)`, computed once for all layers."""
+        key = (compute, *arguments)
+        if key not in self._computed:
+            self._computed[key] = compute(self.lengths, *arguments)
+        found: T = self._computed[key]
+        return found
 
 
 def packed_params(lengths: tuple[int, ...], device: torch.device) -> PackedParams:
     """Return the description of a row of sequences with these lengths."""
     packed = PackedParams(qkv_format="thd", lengths=lengths)
-    cumulative, longest = packed.bounds(device)
+    cumulative, longest = packed.once(bounds_of, device)
     packed.cu_seqlens_q = packed.cu_seqlens_kv = cumulative
     packed.max_seqlen_q = packed.max_seqlen_kv = longest
     return packed
+
+
+def bounds_of(lengths: tuple[int, ...], device: torch.device) -> Bounds:
+    """Return the bounds of sequences of these lengths."""
+    cumulative = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return Bounds(to_device(cumulative, device), max(lengths))
+
+
+@lru_cache(8)
+def order_on(lengths: tuple[int, ...], ranks: int, device: torch.device) -> Tensor:
+    """Return `gathered_order(lengths, ranks)` on a device; it is cached, as all layers of a pass share it."""
+    return to_device(gathered_order(lengths, ranks), device)
 
 
 def gathered_order(lengths: tuple[int, ...], ranks: int) -> Tensor:
@@ -224,7 +219,11 @@ class SDPAttention(MegatronModule):
         packed = options.get("packed_seq_params")
         if packed is not None:
             return self._packed(query, key, value, packed)
-        return self._causal(query, key, value).flatten(2)
+        ranks = self.cp_group.size()
+        if ranks == 1:
+            return self._prefix(query, key, value).flatten(2)
+        key, value = self._gathered(key, value, order_on((query.shape[0] * ranks,), ranks, key.device))
+        return torch.cat([self._prefix(*part) for part in self._chunks(query, key, value)]).flatten(2)
 
     def new_cache(self, keys: Tensor, values: Tensor) -> KeyValueCache:
         """Return a cache of these tensors."""
@@ -257,21 +256,13 @@ class SDPAttention(MegatronModule):
         query = query_BND.view(rows, groups, heads // groups, width).permute(2, 0, 1, 3)
         return self._attend(query, key, value, visible).permute(1, 2, 0, 3).reshape(rows, heads, -1)
 
-    def _causal(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        ranks = self.cp_group.size()
-        if ranks == 1:
-            return self._prefix(query, key, value)
-        lengths = (query.shape[0] * ranks,)
-        key, value = self._gathered(key, value, gathered_order(lengths, ranks).to(key.device))
-        return torch.cat([self._prefix(*part) for part in self._chunks(query, key, value)])
-
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedParams) -> Tensor:
         ranks, lengths = self.cp_group.size(), packed.lengths
         if (at_once := self._at_once(query, key, value, packed)) is not None:
             return at_once
         if ranks > 1:
-            key, value = self._gathered(key, value, packed.order(ranks, key.device))
-        elif batches := packed.batches(key.device):
+            key, value = self._gathered(key, value, order_on(lengths, ranks, key.device))
+        elif batches := packed.once(side_by_side, key.device):
             return self._side_by_side(query, key, value, batches)
         parts = zip(
             query.split([length // ranks for length in lengths]), key.split(lengths), value.split(lengths), strict=True
@@ -291,9 +282,9 @@ class SDPAttention(MegatronModule):
             return None
         if not kernel_takes(query, value.shape[-1]):
             return None
-        bounds, key_bounds = packed.bounds(query.device), None
+        bounds, key_bounds = packed.once(bounds_of, query.device), None
         if ranks > 1:
-            chunks = packed.chunks(rank, ranks, query.device)
+            chunks = packed.once(rank_chunks, rank, ranks, query.device)
             bounds, key_bounds = chunks.queries, chunks.keys
             key, value = self._gathered(key, value, chunks.order_U)
         mixed = attend_packed(

@@ -334,9 +334,9 @@ class GatedDeltaNet(MegatronModule):
         of_row: tuple[int, ...] = (length,)
         if packed_seq_params is not None:
             of_row = packed_seq_params.lengths
-        order = zigzag(of_row, ranks, projected.device) if ranks > 1 else None
-        if order is not None:
-            projected = self._exchanged(projected, order.forth)
+        if ranks > 1:
+            forth, back = zigzag(of_row, ranks, projected.device)
+            projected = self._exchanged(projected, forth)
         tokens_TP = projected.transpose(0, 1).flatten(0, 1)  # rows are concatenated
         outputs = partial(self._outputs, grid=chunk_grid(of_row * num_rows, tokens_TP.device))
         operands = tokens_TP, *self._weights(rank, ranks)
@@ -345,8 +345,8 @@ class GatedDeltaNet(MegatronModule):
             tensor_parallel.checkpoint(outputs, False, *operands) if torch.is_grad_enabled() else outputs(*operands)
         )
         mixed = mixed_TU.unflatten(0, (num_rows, length)).transpose(0, 1)
-        if order is not None:
-            mixed = self._returned(mixed, order.back)
+        if ranks > 1:
+            mixed = self._returned(mixed, back)
         return self._projected(mixed)
 
     def _projected(self, mixed: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -523,17 +523,10 @@ def gates(alpha: Tensor, beta: Tensor, heads: HeadWeights) -> tuple[Tensor, Tens
     return rate_H * softplus(alpha.float() + heads.decay_bias_H.float()), beta.float().sigmoid()
 
 
-class ZigZag(NamedTuple):
-    """Permutation between a row's positions and the context-parallel ranks' zig-zag parts of each sequence."""
-
-    forth: Tensor
-    """Index of each position of the row in the concatenated parts of the ranks."""
-    back: Tensor
-    """Index in the row of each position of the concatenated parts."""
-
-
 @lru_cache(8)
-def zigzag(lengths: tuple[int, ...], ranks: int, device: torch.device) -> ZigZag:
-    """Return the permutation for sequences of these lengths; it is cached, as all layers of a pass share it."""
+def zigzag(lengths: tuple[int, ...], ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the index of each position of a row in the concatenated zig-zag parts of the context-parallel ranks, and
+    the index in the row of each position of these; they are cached, as all layers of a pass share them.
+    """
     order_T = gathered_order(lengths, ranks)
-    return ZigZag(to_device(order_T, device), to_device(order_T.argsort(), device))
+    return to_device(order_T, device), to_device(order_T.argsort(), device)

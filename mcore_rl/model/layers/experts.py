@@ -371,11 +371,8 @@ class GroupedExperts(MegatronModule):
 
     def forward(self, sorted_ND: Tensor, tokens_per_expert: Tensor, gates_N: Tensor) -> tuple[Tensor, None]:
         """Return the output `[N, D]` of rows sorted by expert, and no bias."""
-        return self._sorted(sorted_ND, gates_N, tokens_per_expert), None
-
-    def _sorted(self, sorted_ND: Tensor, gates_N: Tensor, tokens_per_expert: Tensor) -> Tensor:
         fc1, fc2 = self.linear_fc1(), self.linear_fc2()
-        return grouped_experts(sorted_ND, gates_N, fc1, fc2, tokens_per_expert, self.config)
+        return grouped_experts(sorted_ND, gates_N, fc1, fc2, tokens_per_expert, self.config), None
 
     def routed(self, input_TD: Tensor, probs_TE: Tensor, routed_TE: Tensor) -> Tensor:
         """Return every token's sum over its experts, `[T, D]`, on a rank that has all experts unsplit."""

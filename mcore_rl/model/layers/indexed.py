@@ -19,7 +19,14 @@ from torch import Tensor, nn
 
 from mcore_rl.config.model import IndexerConfig
 from mcore_rl.megatron.platform import to_device
-from mcore_rl.model.layers.attention import KeyValueCache, PackedParams, SDPAttention, gathered_order, visible_keys
+from mcore_rl.model.layers.attention import (
+    KeyValueCache,
+    PackedParams,
+    SDPAttention,
+    gathered_order,
+    order_on,
+    visible_keys,
+)
 from mcore_rl.model.layers.cache import StepTokens
 from mcore_rl.model.layers.linear import LatentAttention, ReplicatedLinear
 
@@ -211,7 +218,7 @@ class IndexedAttention(SDPAttention):
             query, key, value = query[:, None], key[:, None], value[:, None]
         lengths = self.lengths(packed, len(query))
         if ranks > 1:
-            key, value = self._gathered(key, value, self.order(lengths, key.device))
+            key, value = self._gathered(key, value, order_on(lengths, ranks, key.device))
         parts = list(segments(lengths, self.cp_group.rank(), ranks))
         mixed = self._chosen(query, key, value, attention_mask, parts)
         return mixed[:, 0].flatten(1) if packed is not None else mixed.flatten(2)
@@ -226,10 +233,6 @@ class IndexedAttention(SDPAttention):
     def lengths(self, packed: PackedParams | None, num_tokens: int) -> tuple[int, ...]:
         """Return the lengths, over all context-parallel ranks, of the sequences in rows of this rank's `num_tokens`."""
         return (num_tokens * self.cp_group.size(),) if packed is None else packed.lengths
-
-    def order(self, lengths: tuple[int, ...], device: torch.device) -> Tensor:
-        """Return the index of each position in the ranks' parts laid end to end."""
-        return _order(lengths, self.cp_group.size(), device)
 
     def _chosen(self, query: Tensor, key: Tensor, value: Tensor, choice: Tensor, parts: list[Segment]) -> Tensor:
         """Return the output `[s, B, N, Dv]` of queries of these segments."""
@@ -345,7 +348,7 @@ class IndexedLatentAttention(LatentAttention):
         all_keys = indexed.key
         if ranks > 1:
             gathered = gather_from_sequence_parallel_region(all_keys.contiguous(), group=core.cp_group)
-            all_keys = gathered.index_select(0, core.order(lengths, latent.device))
+            all_keys = gathered.index_select(0, order_on(lengths, ranks, latent.device))
         return choose(indexed, all_keys, list(segments(lengths, rank, ranks)), core.topk)
 
     def _cached_choice(self, indexed: Indexed, cache: IndexedCache) -> Tensor | None:
@@ -416,11 +419,6 @@ def is_choosing(step: StepTokens, topk: int) -> bool:
 def _seen(step: StepTokens) -> Tensor:
     """Return which keys each decoding slot sees, bool `[1, num_decode, longest]`."""
     return visible_keys(step, None)[:, 0, 0][None]
-
-
-@lru_cache(8)
-def _order(lengths: tuple[int, ...], ranks: int, device: torch.device) -> Tensor:
-    return to_device(gathered_order(lengths, ranks), device)
 
 
 @lru_cache(8)

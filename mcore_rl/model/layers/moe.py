@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.moe import moe_layer, router
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mcore_rl.megatron.routers import best_in_groups, own_group_score
@@ -76,7 +75,14 @@ class MoELayer(moe_layer.MoELayer):
         self.router.__class__ = Router
         if (best := own_group_score(self.config)) is not None:
             self.router.__class__, self.router.experts_in_score = GroupRouter, best
-        self.is_local = _is_local(self.config, self.experts)
+        self.is_local: bool = (
+            isinstance(self.experts, GroupedExperts)
+            # With top-k rows per token, dropped or not, a capacity would save nothing.
+            and (self.experts.skips_dropped or self.config.moe_expert_capacity_factor is None)
+            and self.experts.ep_group.size() == self.experts.tp_group.size() == 1
+            and self.config.moe_token_dispatcher_type in ("alltoall", "allgather")
+            and not self.config.moe_shared_expert_overlap
+        )
         """True if no token leaves its rank."""
 
     @property
@@ -103,14 +109,3 @@ class MoELayer(moe_layer.MoELayer):
         tokens_TD = hidden_sBD.reshape(-1, hidden_sBD.shape[-1])
         output_sBD: Tensor = self.experts.routed(tokens_TD, gates_TE, routed_TE).view(hidden_sBD.shape)
         return output_sBD if shared_sBD is None else output_sBD + shared_sBD
-
-
-def _is_local(config: TransformerConfig, experts: Any) -> bool:
-    return (
-        isinstance(experts, GroupedExperts)
-        # With top-k rows per token, dropped or not, a capacity would save nothing.
-        and (experts.skips_dropped or config.moe_expert_capacity_factor is None)
-        and experts.ep_group.size() == experts.tp_group.size() == 1
-        and config.moe_token_dispatcher_type in ("alltoall", "allgather")
-        and not config.moe_shared_expert_overlap
-    )

@@ -132,11 +132,12 @@ class CompiledExperts(GroupedExperts):
             and self.config.glu_linear_offset == 0.0
         )
 
-    def _sorted(self, sorted_ND: Tensor, gates_N: Tensor, tokens_per_expert: Tensor) -> Tensor:
+    def forward(self, sorted_ND: Tensor, tokens_per_expert: Tensor, gates_N: Tensor) -> tuple[Tensor, None]:
+        """Return the output `[N, D]` of rows sorted by expert, and no bias."""
         if not self.skips_dropped:
-            return super()._sorted(sorted_ND, gates_N, tokens_per_expert)
+            return super().forward(sorted_ND, tokens_per_expert, gates_N)
         identity_N = torch.arange(len(sorted_ND))
-        return self._computed(sorted_ND, gates_N, assign(identity_N, identity_N, tokens_per_expert.tolist()))
+        return self._computed(sorted_ND, gates_N, assign(identity_N, identity_N, tokens_per_expert.tolist())), None
 
     def routed(self, input_TD: Tensor, probs_TE: Tensor, routed_TE: Tensor) -> Tensor:
         """Return every token's sum over its experts, `[T, D]`, on a rank that has all experts unsplit."""

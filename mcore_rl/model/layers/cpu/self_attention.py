@@ -83,11 +83,8 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
-class _OnePass(NamedTuple):
-    """The norms and angles needed to split, normalize and rotate a layer's heads in one pass."""
-
-    norms: HeadNorms | None
-    angles: Angles | None
+OnePass = tuple[HeadNorms | None, Angles | None]
+"""Norms and angles by which the heads of a layer are split, normalized and rotated in one pass."""
 
 
 class FusedSelfAttention(SelfAttention):
@@ -98,7 +95,7 @@ class FusedSelfAttention(SelfAttention):
     rotation, packed sequences under context parallelism, and Megatron's own inference.
     """
 
-    _pass: _OnePass | None = None
+    _pass: OnePass | None = None
     """Set during `forward` if the heads are split in one pass."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **options: Any) -> None:
@@ -146,16 +143,16 @@ class FusedSelfAttention(SelfAttention):
         mixed = mixed.unflatten(-1, (self.num_query_groups_per_partition, -1))
         return split_heads(mixed, self.hidden_size_per_attention_head, norms, angles)
 
-    def _one_pass(self, hidden: Tensor, rotary: Any, packed: PackedSeqParams | None) -> _OnePass | None:
+    def _one_pass(self, hidden: Tensor, rotary: Any, packed: PackedSeqParams | None) -> OnePass | None:
         if not self._is_plain:
             return None
         norms = self._norms() if self._has_norms else None
         if rotary is None:
-            return _OnePass(norms, None)
+            return norms, None
         # Under sequence parallelism the projection gathers the positions of all ranks.
         num_positions = len(hidden) * (self.world_size if self.config.sequence_parallel else 1)
         angles = self._angles(rotary, packed, num_positions)
-        return None if angles is None else _OnePass(norms, angles)
+        return None if angles is None else (norms, angles)
 
     def _norms(self) -> HeadNorms | None:
         query, key = self.q_layernorm, self.k_layernorm
@@ -174,19 +171,14 @@ class FusedSelfAttention(SelfAttention):
             if packed is None or self.pg_collection.cp.size() > 1:
                 return None
             bounds = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
-            positions_S = positions_in_sequences(bounds, num_positions)
+            begins_S = bounds[:-1].long().repeat_interleave(bounds.diff(), output_size=num_positions)
+            positions_S = torch.arange(num_positions) - begins_S  # in each position's sequence
             if int(positions_S.max()) >= len(rotary):
                 return None
         elif packed is not None and self.pg_collection.cp.size() > 1:
             return None
         angles = rotary.float().view(-1, width)
         return Angles(angles.cos(), angles.sin(), positions_S)
-
-
-def positions_in_sequences(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """Return each token's position in its sequence, int64 `[T]`; `cu_seqlens` has the starts and the end."""
-    begins_T = cu_seqlens[:-1].long().repeat_interleave(cu_seqlens.diff(), output_size=num_tokens)
-    return torch.arange(num_tokens) - begins_T
 
 
 def split_heads(
