@@ -32,7 +32,7 @@ FAMILIES = {
     "minimax_m2": "mcore_rl.families.minimax_m2:MiniMaxM2",
     "mistral": "mcore_rl.families.dense:Mistral",
     "mixtral": "mcore_rl.families.mixtral:Mixtral",
-    "olmoe": "mcore_rl.families.olmoe:Olmoe",
+    "olmoe": "mcore_rl.families.mixtral:Olmoe",
     "qwen2": "mcore_rl.families.dense:Qwen2",
     "qwen2_moe": "mcore_rl.families.qwen3_moe:Qwen2Moe",
     "qwen3": "mcore_rl.families.dense:Qwen3",

@@ -217,16 +217,19 @@ def rope(config: HfConfig, default_theta: float, default_fraction: float | None 
     """Return the rotary positions, from `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4),
     with the family's defaults. Raises ConfigError if they contradict each other or Megatron lacks them.
     """
-    found = {name: _rope_settings(config, name) for name in ("rope_parameters", "rope_scaling")}
-    given = {name: settings for name, settings in found.items() if settings}
+    given: dict[str, dict[str, Any]] = {}
+    for name in ("rope_parameters", "rope_scaling"):
+        found = config.get(name) or {}
+        if not isinstance(found, Mapping) or any(isinstance(value, Mapping) for value in found.values()):
+            reason = "has the same positions in all layers, which one object of plain values describes"
+            raise refusal(config, name, reason)
+        check_types(found, KINDS)
+        if settings := {key: value for key, value in found.items() if value is not None}:
+            given[name] = settings
     stated: dict[str, Any] = {}
+    places = {"": config} | {f"{name}.": settings for name, settings in given.items()}
     for key in BESIDE_ROPE_SETTINGS:
-        places = {f"{name}.": settings for name, settings in given.items()}
-        values = {
-            place + key: settings[key]
-            for place, settings in ({"": config} | places).items()
-            if settings.get(key) is not None
-        }
+        values = {place + key: known[key] for place, known in places.items() if known.get(key) is not None}
         if values:
             stated[key] = _agreed(values)
     read = {
@@ -246,14 +249,6 @@ def alias(config: HfConfig, *names: str) -> Any:
     return _agreed(values) if values else None
 
 
-def _rope_settings(config: HfConfig, name: str) -> dict[str, Any]:
-    settings = config.get(name) or {}
-    if not isinstance(settings, Mapping) or any(isinstance(value, Mapping) for value in settings.values()):
-        raise refusal(config, name, "has the same positions in all layers, which one object of plain values describes")
-    check_types(settings, KINDS)
-    return {key: value for key, value in settings.items() if value is not None}
-
-
 def _rope_of(
     config: HfConfig, settings: dict[str, Any], default_theta: float, default_fraction: float | None
 ) -> RopeConfig:
@@ -271,7 +266,13 @@ def _rope_of(
     # As in transformers: without its own key, the length before the scaling is max_position_embeddings.
     settings.setdefault("original_max_position_embeddings", needed(config, "max_position_embeddings"))
     settings["factor"] = float(needed(settings, "factor"))
-    scaled = (_llama3 if kind == "llama3" else _yarn)(settings, theta)
+    if kind == "yarn":
+        scaled = _yarn(settings, theta)
+    else:
+        require_keys(settings, "low_freq_factor", "high_freq_factor")
+        require(settings, LLAMA3_CONSTANTS)
+        original = settings["original_max_position_embeddings"]
+        scaled = RopeConfig(theta=theta, scaling="llama3", factor=settings["factor"], original_length=original)
     return scaled.model_copy(update={"fraction": fraction})
 
 
@@ -298,13 +299,6 @@ def _first_dense_layers(config: HfConfig, num_layers: int) -> int:
         name = "mlp_only_layers" if dense else "decoder_sparse_step"
         raise refusal(config, name, "has dense layers only before the first layer with experts")
     return first
-
-
-def _llama3(settings: HfConfig, theta: float) -> RopeConfig:
-    require_keys(settings, "low_freq_factor", "high_freq_factor")
-    require(settings, LLAMA3_CONSTANTS)
-    original = settings["original_max_position_embeddings"]
-    return RopeConfig(theta=theta, scaling="llama3", factor=settings["factor"], original_length=original)
 
 
 def _yarn(settings: HfConfig, theta: float) -> RopeConfig:

@@ -93,7 +93,16 @@ class Family(ABC):
 
     def architecture(self, model: ModelConfig) -> dict[str, Any]:
         """Return the keyword arguments of Megatron's config for the family's layers."""
-        arguments = latent_attention(model) if self.is_latent else self._grouped_query_attention(model)
+        if self.is_latent:
+            arguments = latent_attention(model)
+        else:
+            arguments = {
+                "num_attention_heads": model.num_heads,
+                "num_query_groups": model.num_kv_heads,
+                "kv_channels": model.head_dim,
+                "add_qkv_bias": self.has_qkv_bias(model),
+                "qk_layernorm": self.has_qk_norm(model),
+            }
         if self.router != "none":
             arguments |= routed_experts(model)
         if self.router == "softmax":
@@ -105,16 +114,15 @@ class Family(ABC):
                 "moe_router_enable_expert_bias": model.moe.expert_bias,
                 "moe_router_bias_update_rate": model.moe.expert_bias_rate,
             }
-        if self.has_linear_bias:
-            arguments["add_bias_linear"] = True
         if self.has_attention_sinks:
             arguments["softmax_type"] = "learnable"
-        if self.has_shared_expert_gate:
-            arguments["moe_shared_expert_gate"] = True
-        if self.has_output_gate:
-            arguments["attention_output_gate"] = True
-        if self.has_zero_centered_norms:
-            arguments["layernorm_zero_centered_gamma"] = True
+        switches = {
+            "add_bias_linear": self.has_linear_bias,
+            "moe_shared_expert_gate": self.has_shared_expert_gate,
+            "attention_output_gate": self.has_output_gate,
+            "layernorm_zero_centered_gamma": self.has_zero_centered_norms,
+        }
+        arguments |= {name: True for name, is_on in switches.items() if is_on}
         return arguments | (delta_nets(model) if "delta" in model.mixers else {})
 
     def rules(self, model: ModelConfig, experts: weight_rules.ExpertLayout) -> Iterator[WeightRule]:
@@ -164,15 +172,6 @@ class Family(ABC):
         if best is None or groups is None or chosen is None or chosen == groups:
             return None
         return best if model.moe.top_k // chosen != best else None
-
-    def _grouped_query_attention(self, model: ModelConfig) -> dict[str, Any]:
-        return {
-            "num_attention_heads": model.num_heads,
-            "num_query_groups": model.num_kv_heads,
-            "kv_channels": model.head_dim,
-            "add_qkv_bias": self.has_qkv_bias(model),
-            "qk_layernorm": self.has_qk_norm(model),
-        }
 
 
 def latent_attention(model: ModelConfig) -> dict[str, Any]:

@@ -61,7 +61,14 @@ class Dots1(Family):
         if config.get("scoring_func") != "noaux_tc":
             hf.require(config, {"scoring_func": "sigmoid"})
         arguments = hf.common(config)
-        _refuse_windows(config, arguments["num_layers"])
+        types, num_layers = config.get("layer_types"), arguments["num_layers"]
+        if types is not None and types != ["full_attention"] * num_layers:
+            raise hf.refusal(config, "layer_types", "attends to all positions in all layers")
+        first = config.get("max_window_layers", 62)
+        has_window = types is None and config.get("sliding_window", 4096) is not None
+        if has_window and (first is None or first < num_layers):
+            reason = f"has no window (sliding_window) in any of {num_layers} layers"
+            raise hf.refusal(config, "max_window_layers", reason)
         moe = hf.grouped_experts({"n_group": 1, "topk_group": 1, **config})
         return arguments | {"moe": moe | {"balance": "none", "expert_bias": True}}
 
@@ -73,17 +80,6 @@ class Dots1(Family):
             "sliding_window": None,
             "max_window_layers": model.num_layers,
         }
-
-
-def _refuse_windows(config: HfConfig, num_layers: int) -> None:
-    hf.check_types(config, hf.KINDS)
-    types, name = config.get("layer_types"), "max_window_layers"
-    if types is not None and types != ["full_attention"] * num_layers:
-        raise hf.refusal(config, "layer_types", "attends to all positions in all layers")
-    if types is None and config.get("sliding_window", 4096) is not None:
-        first = config.get(name, 62)
-        if first is None or first < num_layers:
-            raise hf.refusal(config, name, f"has no window (sliding_window) in any of {num_layers} layers")
 
 
 class SolarOpen(Family):

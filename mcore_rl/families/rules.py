@@ -213,12 +213,33 @@ def feed_forward(
     model: ModelConfig, layer: LayerNames, experts: ExpertLayout, names: MoENames, *, has_shared_gate: bool
 ) -> Iterator[WeightRule]:
     """Yield the rules of the layer's MLP, or of its router and experts, and of the norm before them."""
+    moe, hidden = model.moe, model.hidden_size
     norm = "pre_mlp_layernorm.weight" if layer.is_moe else "mlp.linear_fc1.layer_norm_weight"
-    yield layer.vector(norm, "post_attention_layernorm.weight", model.hidden_size)
-    if layer.is_moe:
-        yield from _moe(model, layer, experts, names, has_shared_gate)
-    else:
+    yield layer.vector(norm, "post_attention_layernorm.weight", hidden)
+    if not layer.is_moe:
         yield from _gated(model, layer, "mlp.", model.ffn_hidden_size, "mlp.")
+        return
+    # In the fused layouts all families have the same names.
+    prefix = names.prefix if experts == "each" else "mlp."
+    yield layer.matrix("mlp.router.weight", hidden, (prefix + "gate.weight", moe.num_experts))
+    if moe.expert_bias:
+        bias = layer.vector("mlp.router.expert_bias", prefix + names.bias, moe.num_experts)
+        yield replace(bias, fp32=True)
+    if moe.shared_experts:
+        yield from _gated(model, layer, "mlp.shared_experts.", moe.shared_width, f"{prefix}{names.shared}.")
+    if has_shared_gate:
+        gate = (f"{prefix}{names.shared_gate}.weight", 1)
+        yield layer.matrix("mlp.shared_experts.gate_weight", hidden, gate)
+    if experts != "each":
+        yield from (_fused_experts if experts == "fused" else _transposed_experts)(model, layer)
+        return
+    width = moe.ffn_hidden_size
+    for e in range(moe.num_experts):
+        name = f"{names.prefix}experts.{e}."
+        expert = replace(layer, index=(*layer.index, e), lead=(*layer.lead, moe.num_experts))
+        gate_up = (f"{name}{names.gate}.weight", width), (f"{name}{names.up}.weight", width)
+        yield expert.matrix("mlp.experts.experts.linear_fc1.weight", hidden, *gate_up)
+        yield expert.matrix("mlp.experts.experts.linear_fc2.weight", width, (f"{name}{names.down}.weight", hidden))
 
 
 def mtp(model: ModelConfig) -> Iterator[WeightRule]:
@@ -255,38 +276,6 @@ def _gated(model: ModelConfig, layer: LayerNames, key: str, width: int, name: st
     gate, up = (name + "gate_proj.weight", width), (name + "up_proj.weight", width)
     yield layer.matrix(key + "linear_fc1.weight", model.hidden_size, gate, up)
     yield layer.matrix(key + "linear_fc2.weight", width, (name + "down_proj.weight", model.hidden_size))
-
-
-def _moe(
-    model: ModelConfig, layer: LayerNames, layout: ExpertLayout, names: MoENames, has_shared_gate: bool
-) -> Iterator[WeightRule]:
-    moe, hidden = model.moe, model.hidden_size
-    # In the fused layouts all families have the same names.
-    prefix = names.prefix if layout == "each" else "mlp."
-    yield layer.matrix("mlp.router.weight", hidden, (prefix + "gate.weight", moe.num_experts))
-    if moe.expert_bias:
-        bias = layer.vector("mlp.router.expert_bias", prefix + names.bias, moe.num_experts)
-        yield replace(bias, fp32=True)
-    if moe.shared_experts:
-        yield from _gated(model, layer, "mlp.shared_experts.", moe.shared_width, f"{prefix}{names.shared}.")
-    if has_shared_gate:
-        gate = (f"{prefix}{names.shared_gate}.weight", 1)
-        yield layer.matrix("mlp.shared_experts.gate_weight", hidden, gate)
-    if layout == "each":
-        yield from _experts(model, layer, names)
-    else:
-        yield from (_fused_experts if layout == "fused" else _transposed_experts)(model, layer)
-
-
-def _experts(model: ModelConfig, layer: LayerNames, names: MoENames) -> Iterator[WeightRule]:
-    moe, hidden = model.moe, model.hidden_size
-    width = moe.ffn_hidden_size
-    for e in range(moe.num_experts):
-        name = f"{names.prefix}experts.{e}."
-        expert = replace(layer, index=(*layer.index, e), lead=(*layer.lead, moe.num_experts))
-        gate, up = (f"{name}{names.gate}.weight", width), (f"{name}{names.up}.weight", width)
-        yield expert.matrix("mlp.experts.experts.linear_fc1.weight", hidden, gate, up)
-        yield expert.matrix("mlp.experts.experts.linear_fc2.weight", width, (f"{name}{names.down}.weight", hidden))
 
 
 def _fused_experts(model: ModelConfig, layer: LayerNames) -> Iterator[WeightRule]:

@@ -359,14 +359,14 @@ def overlap(region: Region, window: Region) -> bool:
 def cut(copy: RegionCopy, window: Region) -> RegionCopy:
     """Return the part of a copy inside a window of the target; its `into` is relative to the window."""
     inside = [_positions_inside(axis, edge) for axis, edge in zip(copy.into, window, strict=True)]
-    into = tuple(
-        _shifted(_positions(axis, *positions), edge.start)
-        for axis, positions, edge in zip(copy.into, inside, window, strict=True)
-    )
+    into = []
+    for covered, positions, edge in zip(copy.into, inside, window, strict=True):
+        start, stop, step = _positions(covered, *positions)
+        into.append(AxisRange(start - edge.start, stop - edge.start, step))
     where = list(copy.where)
     for axis, other in _axes_that_match(len(copy.into), len(where), copy.transposed):
         where[other] = _positions(where[other], *inside[axis])
-    return RegionCopy(into, copy.source, tuple(where), copy.transposed)
+    return RegionCopy(tuple(into), copy.source, tuple(where), copy.transposed)
 
 
 def _moved(part: Region, copy: RegionCopy) -> Region:
@@ -387,10 +387,6 @@ def _positions_inside(axis: AxisRange, window: AxisRange) -> tuple[int, int]:
 def _positions(axis: AxisRange, low: int, high: int) -> AxisRange:
     # The last position is high - 1; a stop right after it keeps `count` correct for any step.
     return AxisRange(axis.start + low * axis.step, axis.start + (high - 1) * axis.step + 1, axis.step)
-
-
-def _shifted(axis: AxisRange, by: int) -> AxisRange:
-    return AxisRange(axis.start - by, axis.stop - by, axis.step)
 
 
 def _axes_that_match(num_axes: int, num_others: int, transposed: bool) -> Iterator[tuple[int, int]]:
