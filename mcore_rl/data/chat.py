@@ -1,7 +1,7 @@
 """Conversations to token ids, with a mask of the assistant's tokens."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -132,11 +132,27 @@ class PlainChat:
         self._has_roles = has_roles
 
     def encode(self, conversation: Conversation) -> EncodedConversation:
+        if conversation.tools:
+            raise DataError('it has "tools", which a plain template cannot describe')
+        # A text without roles is its author's whole markup; between "role:" lines a special token's name is mere text.
+        encode = self._tokenizer.encode if self._has_roles else self._tokenizer.encode_marked
         ids: list[int] = []
         assistant_mask: list[bool] = []
-        for turn, said in self._turns(conversation):
-            ids += turn
-            assistant_mask += [said] * len(turn)
+        for message in conversation.messages:
+            content, role = message.get("content"), message["role"]
+            unshown = [key for key in ("tool_calls", *REASONING) if not is_absent(message.get(key))]
+            if unshown:
+                raise DataError(
+                    f'a turn of {role!r} has "{unshown[0]}", which a plain template cannot show. Set '
+                    "data.chat_template to one that does, write it into the content, or leave out such entries"
+                )
+            if not isinstance(content, str):
+                raise DataError(f"the content of a turn is {content!r}; without a jinja template it must be text")
+            header, is_answer = self._header(role), role == "assistant"
+            text = content if is_answer or not self._has_roles else content + "\n\n"
+            turn = [*encode(text), *([self._tokenizer.eod_id] if is_answer else [])]
+            ids += header + turn
+            assistant_mask += [False] * len(header) + [is_answer and is_trained(message)] * len(turn)
         return EncodedConversation(tuple(ids), tuple(assistant_mask))
 
     def prompt(self, conversation: Conversation) -> list[int]:
@@ -162,27 +178,6 @@ class PlainChat:
     def turn_end_ids(self) -> tuple[int, ...]:
         """The token that ends a document, which ends each turn of the assistant."""
         return (self._tokenizer.eod_id,)
-
-    def _turns(self, conversation: Conversation) -> Iterator[tuple[list[int], bool]]:
-        if conversation.tools:
-            raise DataError('it has "tools", which a plain template cannot describe')
-        # A text without roles is its author's whole markup; between "role:" lines a special token's name is mere text.
-        encode = self._tokenizer.encode if self._has_roles else self._tokenizer.encode_marked
-        for message in conversation.messages:
-            content, role = message.get("content"), message["role"]
-            unshown = [key for key in ("tool_calls", *REASONING) if not is_absent(message.get(key))]
-            if unshown:
-                raise DataError(
-                    f'a turn of {role!r} has "{unshown[0]}", which a plain template cannot show. Set '
-                    "data.chat_template to one that does, write it into the content, or leave out such entries"
-                )
-            if not isinstance(content, str):
-                raise DataError(f"the content of a turn is {content!r}; without a jinja template it must be text")
-            yield self._header(role), False
-            if role == "assistant":
-                yield [*encode(content), self._tokenizer.eod_id], is_trained(message)
-            else:
-                yield encode(content + "\n\n" if self._has_roles else content), False
 
     def _header(self, role: str) -> list[int]:
         return self._tokenizer.encode(f"{role}:\n") if self._has_roles else []
@@ -226,7 +221,12 @@ class TemplateChat:
                     'it "weight": 0'
                 )
         encoded = self._tokenizer.encode(text)
-        assistant_mask = _overlaps(encoded.offsets, spans)
+        assistant_mask: list[bool] = []
+        spans_left = spans[::-1]
+        for start, end in encoded.offsets:
+            while spans_left and spans_left[-1][1] <= start:
+                spans_left.pop()
+            assistant_mask.append(bool(spans_left) and end > spans_left[-1][0])
         return EncodedConversation(tuple(encoded.ids), tuple(assistant_mask))
 
     def prompt(self, conversation: Conversation) -> list[int]:
@@ -441,14 +441,3 @@ def _refuse_unshown(conversation: Conversation, text: str) -> None:
                     f"the chat template does not show {what} {part!r}. Set data.chat_template to one that does, or "
                     "leave out such entries"
                 )
-
-
-def _overlaps(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:
-    """Return for each token whether some of its text is in a span; spans must be in order."""
-    covered = []
-    rest = list(reversed(spans))
-    for start, end in offsets:
-        while rest and rest[-1][1] <= start:
-            rest.pop()
-        covered.append(bool(rest) and end > rest[-1][0])
-    return covered

@@ -132,7 +132,13 @@ class DocumentReader:
                 yield _document_of(record, self.document_format.key)
             return
         with records.opened(path) as file:
-            yield _text_document(file.read().removeprefix(records.BOM))
+            content = file.read().removeprefix(records.BOM)
+        try:
+            text = content.decode()
+        except UnicodeDecodeError as error:
+            yield Document(line=1, problem=records.not_utf8(error))
+            return
+        yield Document(line=1, problem="empty") if _is_empty(text) else Document(line=1, text=text)
 
     def _records(self) -> Iterator[records.Record]:
         path = self.file_slice.path
@@ -160,14 +166,6 @@ class DocumentReader:
             self.num_lines += 1
             yield line.removeprefix(records.BOM) if offset == 0 else line
             offset += len(line)
-
-
-def _text_document(content: bytes) -> Document:
-    try:
-        text = content.decode()
-    except UnicodeDecodeError as error:
-        return Document(line=1, problem=records.not_utf8(error))
-    return Document(line=1, problem="empty") if _is_empty(text) else Document(line=1, text=text)
 
 
 def _document_of(record: records.Record, key: str) -> Document:

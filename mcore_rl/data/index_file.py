@@ -202,9 +202,7 @@ class Sidecar:
 def read_sidecar(prefix: str) -> Sidecar | None:
     """Return the sidecar of `prefix`; None if there is none, as with data from other tools."""
     path = with_ending(prefix, ".json")
-    if not path.is_file():
-        return None
-    return sidecar_from(path)
+    return sidecar_from(path) if path.is_file() else None
 
 
 def sidecar_from(path: Path) -> Sidecar:

@@ -43,23 +43,18 @@ class Mixture:
     def draw(self, n: int) -> tuple[int, int]:
         """Return the source of draw `n` and how many draws before it were from the same source, both from 0."""
         periods, place = divmod(n, self._period)
-        while place >= len(self._sources):
-            self._plan_next()
+        while (planned := len(self._sources)) <= place:
+            # The next draw of a source is due in whole at the end of draw (drawn + 1) / share, rounded up.
+            _, source = min(
+                (-(-(self._drawn[source] + 1) * self._period // share), source)
+                for source, share in enumerate(self._per_period)
+                if self._drawn[source] * self._period < (planned + 1) * share  # it is due in part
+            )
+            self._sources.append(source)
+            self._before.append(self._drawn[source])
+            self._drawn[source] += 1
         source = self._sources[place]
         return source, periods * self._per_period[source] + self._before[place]
-
-    def _plan_next(self) -> None:
-        n, drawn = len(self._sources), self._drawn
-        # The next draw of a source is due in whole at the end of draw (drawn + 1) / share, rounded up.
-        deadlines = [
-            (-(-(drawn[source] + 1) * self._period // share), source)
-            for source, share in enumerate(self._per_period)
-            if drawn[source] * self._period < (n + 1) * share  # it is due in part
-        ]
-        _, source = min(deadlines)
-        self._sources.append(source)
-        self._before.append(drawn[source])
-        drawn[source] += 1
 
 
 def refuse_empty_sources(field: str, weights: Sequence[float], names: Sequence[str], sizes: Sequence[int]) -> None:
@@ -288,7 +283,33 @@ class PackedSequences:
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """`tokens`, `labels`, `loss_mask`, `position_ids`, `is_padding` `[row_length]`, and `lengths`."""
-        return self._row(self.members(index))
+        length = self.packing.row_length
+        ids = torch.full((2, length), self.packing.pad_id)  # tokens, labels
+        mask, is_padding = torch.zeros(length), torch.ones(length, dtype=torch.bool)
+        positions = torch.zeros(length, dtype=torch.long)
+        lengths = []
+        begin = 0
+        for member in self.members(index):
+            first, last = self.examples.starts_N[member : member + 2]
+            assistant_mask_T = torch.from_numpy(self.examples.assistant_mask_T[first:last])
+            ids_T = torch.from_numpy(self.examples.ids_T[first:last]).long()
+            end, span = begin + len(ids_T) - 1, self._lengths[member]
+            ids[0, begin:end], ids[1, begin:end] = ids_T[:-1], ids_T[1:]
+            mask[begin:end], is_padding[begin:end] = assistant_mask_T[1:].float(), False
+            positions[begin : begin + span] = torch.arange(span)
+            lengths.append(span)
+            begin += span
+        if begin < length:
+            positions[begin:] = torch.arange(length - begin)
+            lengths.append(length - begin)
+        return {
+            "tokens": ids[0],
+            "labels": ids[1],
+            "loss_mask": mask,
+            "position_ids": positions,
+            "is_padding": is_padding,
+            "lengths": torch.tensor(lengths, dtype=torch.int32),
+        }
 
     def members(self, index: int) -> list[int]:
         """Return the conversations of packed sequence `index`, in their order."""
@@ -313,32 +334,3 @@ class PackedSequences:
             )
             self._plan = (epoch, rows)
         return self._plan[1]
-
-    def _row(self, members: list[int]) -> dict[str, Tensor]:
-        length = self.packing.row_length
-        ids = torch.full((2, length), self.packing.pad_id)  # tokens, labels
-        mask, is_padding = torch.zeros(length), torch.ones(length, dtype=torch.bool)
-        positions = torch.zeros(length, dtype=torch.long)
-        lengths = []
-        begin = 0
-        for member in members:
-            first, last = self.examples.starts_N[member : member + 2]
-            assistant_mask_T = torch.from_numpy(self.examples.assistant_mask_T[first:last])
-            ids_T = torch.from_numpy(self.examples.ids_T[first:last]).long()
-            end, span = begin + len(ids_T) - 1, self._lengths[member]
-            ids[0, begin:end], ids[1, begin:end] = ids_T[:-1], ids_T[1:]
-            mask[begin:end], is_padding[begin:end] = assistant_mask_T[1:].float(), False
-            positions[begin : begin + span] = torch.arange(span)
-            lengths.append(span)
-            begin += span
-        if begin < length:
-            positions[begin:] = torch.arange(length - begin)
-            lengths.append(length - begin)
-        return {
-            "tokens": ids[0],
-            "labels": ids[1],
-            "loss_mask": mask,
-            "position_ids": positions,
-            "is_padding": is_padding,
-            "lengths": torch.tensor(lengths, dtype=torch.int32),
-        }

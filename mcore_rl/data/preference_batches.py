@@ -58,7 +58,10 @@ class PreferenceOrder:
         groups: list[int] = []
         cursor = consumed_pairs
         while cursor < consumed_pairs + num_pairs:
-            epoch = self._epoch_of(cursor)
+            while not self._ends or self._ends[-1] <= cursor:
+                _, ends_G = self._planned(len(self._ends))
+                self._ends.append((self._ends[-1] if self._ends else 0) + int(ends_G[-1]))
+            epoch = bisect_right(self._ends, cursor)
             order_G, ends_G = self._planned(epoch)
             begin = self._ends[epoch - 1] if epoch else 0
             group = int(order_G[numpy.searchsorted(ends_G, cursor - begin, side="right")])
@@ -69,12 +72,6 @@ class PreferenceOrder:
     def num_pairs(self, groups: Sequence[int]) -> int:
         """Return the number of pairs of these groups."""
         return int(self._pairs_G[list(groups)].sum())
-
-    def _epoch_of(self, cursor: int) -> int:
-        while not self._ends or self._ends[-1] <= cursor:
-            _, ends_G = self._planned(len(self._ends))
-            self._ends.append((self._ends[-1] if self._ends else 0) + int(ends_G[-1]))
-        return bisect_right(self._ends, cursor)
 
     def _planned(self, epoch: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64]]:
         if self._plan is None or self._plan[0] != epoch:

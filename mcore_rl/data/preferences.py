@@ -318,7 +318,13 @@ def _ranking(entry: Mapping[str, Any], config: PreferenceDataConfig) -> Comparis
         if response is None or response in ("", []):
             raise DataError(f'"{name}" is empty, and an answer has text')
     prompt, answers = _prompt_and_answers(entry, responses, names, config)
-    scores = _scores(entry, len(responses), config)
+    scores = [-float(index) for index in range(len(responses))]  # from best to worst, where there are no scores
+    if config.scores_field in entry:
+        given = entry[config.scores_field]
+        if not isinstance(given, list) or len(given) != len(responses) or not all(map(_is_number, given)):
+            shown = shapes.kind_of(entry, config.scores_field)
+            raise DataError(f'"{config.scores_field}" is {shown}, wanted a list of {len(responses)} finite numbers')
+        scores = [float(score) for score in given]
     pairs, margins, probabilities = [], [], []
     for first, second in combinations(range(len(responses)), 2):
         if answers[first] == answers[second]:
@@ -444,16 +450,6 @@ def _encode(comparison: Comparison, chat: Chat) -> list[_Sequence]:
     if any(sequences[first] == sequences[second] for first, second in comparison.pairs):
         raise DataError("two sides have the same tokens, as this template renders them")
     return sequences
-
-
-def _scores(entry: Mapping[str, Any], count: int, config: PreferenceDataConfig) -> list[float]:
-    key = config.scores_field
-    if key not in entry:
-        return [-float(index) for index in range(count)]  # from best to worst
-    scores = entry[key]
-    if not isinstance(scores, list) or len(scores) != count or not all(map(_is_number, scores)):
-        raise DataError(f'"{key}" is {shapes.kind_of(entry, key)}, wanted a list of {count} finite numbers')
-    return [float(score) for score in scores]
 
 
 def _is_number(value: Any) -> bool:

@@ -161,7 +161,13 @@ def read_records(name: str) -> Iterator[Record]:
         return
     with opened(name) as file:
         if delimiter := DELIMITERS.get(unpacked_suffix(name)):
-            yield from _csv_records(file, name, delimiter)
+            csv.field_size_limit(sys.maxsize)  # its 128 KiB are less than a document
+            rows = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), delimiter=delimiter, strict=True)
+            for entry in rows:
+                # The reader has None as the key of fields too many, and as the value of fields too few.
+                is_whole = None not in entry and None not in entry.values()
+                problem = "" if is_whole else f"it has not the {len(rows.fieldnames or ())} fields of the first line"
+                yield Record(line=rows.line_num, file=name, entry=entry if is_whole else None, problem=problem)
             return
         if (entries := _json_list(file, name)) is not None:
             for number, entry in enumerate(entries, start=1):
@@ -356,16 +362,6 @@ def _json_list(file: BinaryIO, name: str) -> list[Any] | None:
             f"{name} begins a JSON list that is damaged or cut off: {error}. Copy the file again, or correct it there."
         ) from error
     return entries
-
-
-def _csv_records(file: BinaryIO, name: str, delimiter: str) -> Iterator[Record]:
-    csv.field_size_limit(sys.maxsize)  # its 128 KiB are less than a document
-    rows = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), delimiter=delimiter, strict=True)
-    for entry in rows:
-        # The reader has None as the key of fields too many, and as the value of fields too few.
-        is_whole = None not in entry and None not in entry.values()
-        problem = "" if is_whole else f"it has not the {len(rows.fieldnames or ())} fields of the first line"
-        yield Record(line=rows.line_num, file=name, entry=entry if is_whole else None, problem=problem)
 
 
 def record_of_line(line: bytes, file: str, number: int) -> Record:
