@@ -189,9 +189,10 @@ def plan_import(
     if hf_model.dropped:
         notes.append(f"left out because of --mtp drop: {len(hf_model.dropped)} tensors of MTP layers")
     if hf_model.passing:
+        beginnings = ", ".join(sorted({".".join(name.split(".")[:2]) + ".*" for name in hf_model.passing}))
         notes.append(
-            f"{len(hf_model.passing)} tensors are not of the text model ({listed_beginnings(hf_model.passing)}): an "
-            "export copies them from --reference"
+            f"{len(hf_model.passing)} tensors are not of the text model ({beginnings}): an export copies them from "
+            "--reference"
         )
     if later := [path.name for path in checkpoint.checkpoints_in(folder) if checkpoint.step_of(path)]:
         raise CheckpointError(
@@ -212,11 +213,6 @@ def plan_import(
         named=checkpoint.name_latest,
         notes=notes,
     )
-
-
-def listed_beginnings(names: Sequence[str]) -> str:
-    """Return the distinct first two parts of the names, for a message."""
-    return ", ".join(sorted({".".join(name.split(".")[:2]) + ".*" for name in names}))
 
 
 def import_targets(hf_model: HfModel, weights: WeightMap, dtype: copying.OutputDtype) -> list[copying.TargetTensor]:

@@ -28,15 +28,7 @@ from mcore_rl.convert.megatron.tensors import DistSource
 from mcore_rl.errors import CheckpointError, ConfigError, McoreRlError
 from mcore_rl.families import weight_map
 from mcore_rl.families.shells import text_config
-from mcore_rl.families.weight_map import (
-    AxisRange,
-    Copies,
-    composed,
-    copies_into_hf,
-    copies_into_megatron,
-    listed,
-    whole,
-)
+from mcore_rl.families.weight_map import Copies, composed, copies_into_hf, copies_into_megatron, listed, whole
 from mcore_rl.megatron.mesh import build_mesh, destroy_mesh, seed_ranks
 from mcore_rl.megatron.platform import start
 from mcore_rl.metrics.progress import ByteProgress
@@ -265,11 +257,7 @@ def _load_shard(translation: KeyTranslation, source: DistSource, shard: LocalSha
     if shard.key == SCORE_SHIFT:
         shard.data.zero_()  # the other format has none
         return
-    where = tuple(
-        AxisRange(at, at + 1) if isinstance(at, int) else AxisRange(*at.indices(size)[:2])
-        for at, size in zip(shard.where, shard.global_shape, strict=True)
-    )
-    key, there = translation.locate(shard.key, where)
+    key, there = translation.locate(shard.key, shard.region)
     # Not directly into the shard: a storage that numpy has filled cannot be resized to zero any more.
     read = torch.empty_like(shard.data)
     source.fill(read, key, there)

@@ -229,13 +229,26 @@ def write_manifest(
         sources: Description of the sources that were read.
         done: All tasks with their records.
     """
+    parts: dict[str, list[PartChecksum]] = {}
+    targets: dict[str, TargetTensor] = {}
+    for task, records in done:
+        for chunk, record in zip(task.chunks, records, strict=True):
+            targets[chunk.target.name] = chunk.target
+            parts.setdefault(chunk.target.name, []).append(PartChecksum(chunk.start, chunk.num_bytes, record.crc))
+    tensors: dict[str, Any] = {}
+    for name, target in targets.items():
+        # The same however the tensor was cut into chunks.
+        crc = joined(parts[name], target.num_bytes)
+        assert crc is not None, f"the chunks of {name} do not make it up"
+        dtype = str(target.dtype).removeprefix("torch.")
+        tensors[name] = {"shape": list(target.shape), "dtype": dtype, "crc32": as_hex(crc)}
     manifest = {
         "program": f"mcore_rl {__version__}",
         "rules_version": RULES_VERSION,
         "plan_sha256": plan,
         **description,
         "sources": sources,
-        "tensors": _tensor_checksums(done),
+        "tensors": tensors,
     }
     write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
 
@@ -258,24 +271,4 @@ def file_checksums(folder: Path, done: Iterable[RecordedTask]) -> dict[str, dict
             header = PartChecksum(0, header_bytes, FilePart(opened.fileno(), 0, header_bytes).crc32(0, header_bytes))
         crc = joined([header, *known], size) if known else None
         checksums[name] = {"bytes": size, "crc32": crc32_of(file) if crc is None else as_hex(crc)}
-    return checksums
-
-
-def _tensor_checksums(done: Iterable[RecordedTask]) -> dict[str, Any]:
-    """Return shape, type and the CRC-32 of the bytes of each tensor, however it was cut into chunks."""
-    parts: dict[str, list[PartChecksum]] = {}
-    targets: dict[str, TargetTensor] = {}
-    for task, records in done:
-        for chunk, record in zip(task.chunks, records, strict=True):
-            targets[chunk.target.name] = chunk.target
-            parts.setdefault(chunk.target.name, []).append(PartChecksum(chunk.start, chunk.num_bytes, record.crc))
-    checksums = {}
-    for name, target in targets.items():
-        crc = joined(parts[name], target.num_bytes)
-        assert crc is not None, f"the chunks of {name} do not make it up"
-        checksums[name] = {
-            "shape": list(target.shape),
-            "dtype": str(target.dtype).removeprefix("torch."),
-            "crc32": as_hex(crc),
-        }
     return checksums

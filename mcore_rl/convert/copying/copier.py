@@ -324,33 +324,26 @@ def _work(job: CopyJob, todo: Sequence[CopyTask], next_index: Any, sender: Conne
     # The collector would touch, and so copy, all pages of the plan that are shared with the parent.
     gc.freeze()
     try:
+        source, parent = job.conversion.open_source(), os.getppid()
+        flushing: Future[CopyTask] | None = None
         with ThreadPoolExecutor(1) as disk:
-            for task in _finished_tasks(job, todo, next_index, disk):
-                sender.send(TaskDone(task.index, task.num_bytes, _peak_rss_bytes(), worker))
+            while True:
+                with next_index.get_lock():
+                    index, next_index.value = next_index.value, next_index.value + 1
+                # The next task is written while the disk syncs the last.
+                records = _write(job, todo[index], source, parent) if index < len(todo) else None
+                if flushing is not None:
+                    task = flushing.result()
+                    sender.send(TaskDone(task.index, task.num_bytes, _peak_rss_bytes(), worker))
+                if records is None:
+                    break
+                flushing = disk.submit(_record, job, todo[index], records)
         sender.send(None)
     except (McoreRlError, OSError) as error:
         sender.send(error)
     except BaseException:
         sender.send(RuntimeError(f"a worker failed:\n{traceback.format_exc()}"))
         raise
-
-
-def _finished_tasks(
-    job: CopyJob, todo: Sequence[CopyTask], next_index: Any, disk: ThreadPoolExecutor
-) -> Iterator[CopyTask]:
-    """Yield the tasks of this worker once they are recorded. The next task is written while the disk syncs the last."""
-    source = job.conversion.open_source()
-    parent = os.getppid()
-    flushing: Future[CopyTask] | None = None
-    while True:
-        with next_index.get_lock():
-            index, next_index.value = next_index.value, next_index.value + 1
-        records = _write(job, todo[index], source, parent) if index < len(todo) else None
-        if flushing is not None:
-            yield flushing.result()
-        if records is None:
-            break
-        flushing = disk.submit(_record, job, todo[index], records)
 
 
 def _write(job: CopyJob, task: CopyTask, source: TensorSource, parent: int) -> list[ChunkRecord]:

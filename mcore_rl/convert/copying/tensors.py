@@ -87,10 +87,17 @@ def chunks_of(target: TargetTensor, limit: int = CHUNK_BYTES) -> Iterator[Chunk]
     """Yield the chunks of a target in the order of its elements, each of at most `limit` bytes or of one row."""
     # The last axis is never one to lead: a chunk would then be a single element.
     num_lead = max(0, min(target.copies.num_lead, len(target.shape) - 1))
-    for index in itertools.product(*map(range, target.shape[:num_lead])):
+    lead, shape = target.shape[:num_lead], target.shape[num_lead:]
+    if not shape:
+        yield chunk_at(target, ())
+        return
+    row_bytes = math.prod(shape[1:]) * target.dtype.itemsize
+    count = max(1, limit // max(row_bytes, 1))
+    for index in itertools.product(*map(range, lead)):
         front = tuple(AxisRange(i, i + 1) for i in index)
-        for rows in _runs_of_rows(target, num_lead, limit):
-            yield chunk_at(target, (*front, *rows))
+        for start in range(0, shape[0], count):
+            rows = AxisRange(start, min(start + count, shape[0]))
+            yield chunk_at(target, (*front, rows, *whole(shape[1:])))
 
 
 def chunk_at(target: TargetTensor, where: Region) -> Chunk:
@@ -164,18 +171,6 @@ def digest(tasks: Sequence[CopyTask]) -> str:
 def _plain(where: Region) -> list[tuple[int, ...]]:
     """Return a region as plain tuples, so that a renamed class leaves the digest as it was."""
     return [tuple(axis) for axis in where]
-
-
-def _runs_of_rows(target: TargetTensor, num_lead: int, limit: int) -> Iterator[Region]:
-    """Yield regions of consecutive rows that have at most `limit` bytes, or are one row."""
-    shape = target.shape[num_lead:]
-    if not shape:
-        yield ()
-        return
-    row_bytes = math.prod(shape[1:]) * target.dtype.itemsize
-    count = max(1, limit // max(row_bytes, 1))
-    for start in range(0, shape[0], count):
-        yield (AxisRange(start, min(start + count, shape[0])), *whole(shape[1:]))
 
 
 class ByteRun(NamedTuple):

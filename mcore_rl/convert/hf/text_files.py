@@ -106,8 +106,14 @@ def text_files(text: ModelText, model: ModelConfig, reference: Path | None) -> t
 def sentencepiece_files(path: Path, tokenizer: Tokenizer, max_length: int) -> dict[str, bytes]:
     """Return a sentencepiece model in both formats; CheckpointError if Hugging Face's cuts texts differently."""
     processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    pieces = [
+        processor.id_to_piece(index).replace(SPACE, " ")
+        for index in range(processor.vocab_size())
+        if not (processor.is_control(index) or processor.is_unknown(index) or processor.is_byte(index))
+    ]
+    probes = (*PROBES, *pieces, " ".join(pieces[::7]))
     for translated in _translations(processor):
-        if _cuts_alike(translated, tokenizer, processor):
+        if all(translated.encode(text, add_special_tokens=False).ids == tokenizer.encode(text) for text in probes):
             break
     else:
         raise CheckpointError(
@@ -228,18 +234,3 @@ def _translations(processor: sentencepiece.SentencePieceProcessor) -> Iterator[t
             ]
         )
         yield translated
-
-
-def _cuts_alike(
-    translated: tokenizers.Tokenizer, tokenizer: Tokenizer, processor: sentencepiece.SentencePieceProcessor
-) -> bool:
-    pieces = [
-        processor.id_to_piece(index).replace(SPACE, " ")
-        for index in range(processor.vocab_size())
-        if not (processor.is_control(index) or processor.is_unknown(index) or processor.is_byte(index))
-    ]
-    long = " ".join(pieces[::7])
-    return all(
-        translated.encode(text, add_special_tokens=False).ids == tokenizer.encode(text)
-        for text in (*PROBES, *pieces, long)
-    )

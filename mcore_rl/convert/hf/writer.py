@@ -230,7 +230,6 @@ class WithBlocks(WithReference, ABC):
             super().fill(out, name, where)
 
     def prefetch(self, name: str, where: Region) -> None:
-        """Let the disk begin to read a region, or the weight that it is computed from (see TensorSource)."""
         if name not in self._computed:
             super().prefetch(name, where)
             return
@@ -283,22 +282,16 @@ class WithFp8(WithBlocks):
         # Scales that are stored as plain bytes are the bytes of powers of two.
         out_RC = (out.view(torch.float8_e8m0fnu) if out.dtype == torch.uint8 else out).view(sizes(where))
         height = 1 if is_scale else self._block
+        scale_name = weight.name + quantization.FP8_SCALE
+        scale_dtype = self._folder.tensors[scale_name].dtype
+        in_powers = self._in_powers or scale_dtype == torch.float8_e8m0fnu
         for index in range(rows.start // height, math.ceil(rows.stop / height)):
-            part, first = self._row_of_blocks(weight, index)[is_scale], index * height
+            of_weight = AxisRange(index * self._block, min((index + 1) * self._block, weight.shape[0]))
+            weights, known = self._weights(weight, of_weight), self._scales(scale_name, AxisRange(index, index + 1))
+            made = quantization.quantize_fp8(weights, known, self._block, scale_dtype, in_powers=in_powers)
+            part, first = made[is_scale], index * height
             low, high = max(rows.start, first), min(rows.stop, first + len(part))
             out_RC[low - rows.start : high - rows.start] = part[low - first : high - first, slice(*columns)]
-
-    def _row_of_blocks(self, weight: regions.TargetTensor, index: int) -> tuple[Tensor, Tensor]:
-        name, first = weight.name + quantization.FP8_SCALE, index * self._block
-        rows = AxisRange(first, min(first + self._block, weight.shape[0]))
-        dtype = self._folder.tensors[name].dtype
-        return quantization.quantize_fp8(
-            self._weights(weight, rows),
-            self._scales(name, AxisRange(index, index + 1)),
-            self._block,
-            dtype,
-            in_powers=self._in_powers or dtype == torch.float8_e8m0fnu,
-        )
 
 
 def _exceptions(weights: Mapping[str, regions.TargetTensor], modules: Sequence[str]) -> Iterator[str]:

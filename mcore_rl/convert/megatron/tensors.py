@@ -216,7 +216,17 @@ class DistSource:
     def fill(self, out: Tensor, name: str, where: Region) -> None:
         region_out = out.view(sizes(where))
         for part, common in self._overlapping(name, where):
-            self._copy(_region_of(region_out, common, where), name, part, common)
+            part_out = _region_of(region_out, common, where)
+            run = self._run_of_part(name, part, common)
+            if run is not None and run.dtype == out.dtype and part_out.is_contiguous():
+                self._files.read(run.file, run.start, as_bytes(part_out))
+                continue
+            saved = self._saved_tensor(name, part)
+            with self._files.bytes_of(part.saved.file, saved.start, saved.num_bytes) as raw:
+                tensor = raw.view(saved.dtype).as_strided(saved.shape, saved.stride, saved.storage_offset)
+                part_out.copy_(_region_of(tensor, common, part.where))
+                # No view of the mapped file may outlive the block.
+                del tensor, raw
 
     def prefetch(self, name: str, where: Region) -> None:
         for part, common in self._overlapping(name, where):
@@ -241,12 +251,20 @@ class DistSource:
         return self._files.part(saved.file, saved.start, saved.length)[:]
 
     def _overlapping(self, name: str, where: Region) -> Iterator[tuple[DistPart, Region]]:
-        for part in self._parts_near(name, where):
-            common = tuple(
-                AxisRange(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(where, part.where, strict=True)
-            )
-            if all(axis.start < axis.stop for axis in common):
-                yield part, common
+        # By their first axis, as a stacked tensor has thousands of parts.
+        by_axis = self._parts.get(name)
+        if by_axis is None:
+            by_axis = self._parts[name] = {}
+            for part in self._tensors[name].parts:
+                by_axis.setdefault(part.where[0] if part.where else AxisRange(0, 1), []).append(part)
+        for axis, parts in by_axis.items():
+            if where and not (axis.start < where[0].stop and where[0].start < axis.stop):
+                continue
+            for part in parts:
+                spans = zip(where, part.where, strict=True)
+                common = tuple(AxisRange(max(a.start, b.start), min(a.stop, b.stop)) for a, b in spans)
+                if all(span.start < span.stop for span in common):
+                    yield part, common
 
     def _run_of_part(self, name: str, part: DistPart, common: Region) -> ByteRun | None:
         saved = self._saved_tensor(name, part)
@@ -256,18 +274,6 @@ class DistSource:
         first = saved.storage_offset + int(wanted.storage_offset())
         start, size = (count * saved.dtype.itemsize for count in (first, wanted.numel()))
         return ByteRun(part.saved.file, saved.start + start, size, saved.dtype, None)
-
-    def _copy(self, out: Tensor, name: str, part: DistPart, common: Region) -> None:
-        run = self._run_of_part(name, part, common)
-        if run is not None and run.dtype == out.dtype and out.is_contiguous():
-            self._files.read(run.file, run.start, as_bytes(out))
-            return
-        saved = self._saved_tensor(name, part)
-        with self._files.bytes_of(part.saved.file, saved.start, saved.num_bytes) as raw:
-            tensor = raw.view(saved.dtype).as_strided(saved.shape, saved.stride, saved.storage_offset)
-            out.copy_(_region_of(tensor, common, part.where))
-            # No view of the mapped file may outlive the block.
-            del tensor, raw
 
     def _saved_tensor(self, name: str, part: DistPart) -> SavedTensor:
         saved = self._saved.get(part.saved)
@@ -282,22 +288,6 @@ class DistSource:
                 ".metadata. Take another copy."
             )
         return saved
-
-    def _parts_near(self, name: str, where: Region) -> list[DistPart]:
-        """Return the parts that can overlap a region, by their first axis: a stacked tensor has thousands of parts."""
-        parts = self._parts.get(name)
-        if parts is None:
-            parts = self._parts[name] = {}
-            for part in self._tensors[name].parts:
-                parts.setdefault(part.where[0] if part.where else AxisRange(0, 1), []).append(part)
-        if not where:
-            return [part for group in parts.values() for part in group]
-        return [
-            part
-            for axis, group in parts.items()
-            if axis.start < where[0].stop and where[0].start < axis.stop
-            for part in group
-        ]
 
 
 def _region_of(tensor: Tensor, where: Region, origin: Region) -> Tensor:
@@ -378,7 +368,6 @@ class MergedSource(DistSource):
         self._adapters = adapters
 
     def run(self, name: str, where: Region) -> ByteRun | None:
-        """Return where a region is stored; None if it is computed (see TensorSource)."""
         return None if name in self._adapters else super().run(name, where)
 
     def fill(self, out: Tensor, name: str, where: Region) -> None:
