@@ -56,7 +56,8 @@ def write_problems(args: argparse.Namespace) -> int:
         response = problem.answer[:-1] if is_cut else problem.answer
         return {"prompt": problem.prompt, "answer": problem.answer, "response": response}
 
-    files, valid_path = {args.output: list(map(line, to_learn))}, args.output.with_stem(f"{args.output.stem}_valid")
+    files = {args.output: list(map(line, to_learn))}
+    valid_path = args.output.with_stem(f"{args.output.stem}_valid")
     if args.valid:
         files[valid_path] = list(map(line, to_validate))
     for path, lines in files.items():

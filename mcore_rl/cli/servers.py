@@ -228,7 +228,8 @@ def _text(
     sound = "has these weights" if limit.statistic == "largest" else "has these weights up to rounding"
     verdict = sound if excess is None else "does NOT have these weights"
     other = f"of {older}" if older else f"times {NUDGE}"
-    expert, of_experts = found.expert, []
+    expert = found.expert
+    of_experts = []
     if ours.experts_NTLK is not None and expert is None:
         of_experts = ["no expert has tokens enough to be compared with the others"]
     elif ours.experts_NTLK is not None and expert is not None:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import TARGETS, LoraConfig, target_of
 from mcore_rl.families.rules import Rows, packed_rows
+from mcore_rl.megatron.agree import from_every_rank
 from mcore_rl.model.build import LocalShard, local_shards, unwrap
 from mcore_rl.model.heads import ScoreModel
 from mcore_rl.model.layers import adapters as layers
@@ -79,9 +79,7 @@ def describe_adapters(chunks: Sequence[nn.Module]) -> str:
         # Only one rank has the first element of each A.
         if shard.key.endswith("A") and all(not index.start for index in shard.where if isinstance(index, slice)):
             counts[f"{target} matrices"] += 1
-    of_ranks: list[Counter[str]] = [counts] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, counts)
-    total = sum(of_ranks, Counter())
+    total = sum(from_every_rank(counts), Counter())
     parts = [
         f"{total[f'{target} matrices']:,} matrices of {target} with {total[f'{target} parameters']:,} parameters"
         for target in TARGETS
@@ -146,9 +144,7 @@ def merge_loss(chunks: Sequence[nn.Module], dtype: torch.dtype) -> float:
         for index, whole in enumerate((lost, added)):
             squares = [_region(whole, owner, shard).double().square().sum() for shard in of_owner]
             sums[index] += torch.stack(squares).sum().cpu()
-    of_ranks: list[Tensor] = [sums] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, sums)
-    lost_total, added_total = torch.stack(of_ranks).sum(0).tolist()
+    lost_total, added_total = torch.stack(from_every_rank(sums)).sum(0).tolist()
     return math.sqrt(lost_total / added_total) if added_total else 0.0
 
 

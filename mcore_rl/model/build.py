@@ -89,7 +89,8 @@ def gathered(shards: Sequence[LocalShard], mesh: Mesh, to_rank: int = 0) -> dict
     """Collective over the world: return all ranks' shards as whole CPU tensors on `to_rank`, and {} elsewhere."""
     own = [shard for shard in shards if shard.is_main]
     described = [replace(shard, data=torch.empty_like(shard.data, device="meta")) for shard in own]
-    rank, tensors = mesh.world.rank, dict[str, Tensor]()
+    rank = mesh.world.rank
+    tensors: dict[str, Tensor] = {}
     of_ranks = gathered_on(to_rank, described or None)
     for shard in own if rank != to_rank else ():
         # By main memory, where they end: `to_rank` may have none of the shards, and so cannot tell their device.

@@ -54,7 +54,9 @@ def load_run_config(
         McoreRlError: Everything wrong with the settings, each for itself: files that are extended and missing, unknown
             keys, a model that cannot be read, values of a wrong type, and fields that contradict the model's weights.
     """
-    wrong, errors, lines = set[str](), list[McoreRlError](), list[str]()
+    wrong: set[str] = set()
+    errors: list[McoreRlError] = []
+    lines: list[str] = []
     while True:
         try:
             config = with_origins(cls, path, overrides, wrong)[0]

@@ -203,7 +203,8 @@ def import_behind(checkpoint: Path) -> dict[str, Any]:
     """Return the entry `sources` in the manifest of the import that a checkpoint began as, be it by way of relayouts
     and runs; empty where that import is not there any more, or there was none.
     """
-    path, seen = checkpoint, set[Path]()
+    path = checkpoint
+    seen: set[Path] = set()
     while path not in seen:
         seen.add(path)
         manifest = read_json(path / MANIFEST) if (path / MANIFEST).is_file() else {}

@@ -82,7 +82,8 @@ def shards_to_least_busy(_: Any) -> Callable[..., dict[Any, int]]:
         num_ranks: int,
         last: Collection[Any] = (),
     ) -> dict[Any, int]:
-        busy, chosen = [0] * num_ranks, dict[Any, int]()
+        busy = [0] * num_ranks
+        chosen: dict[Any, int] = {}
         for shard in sorted(
             shard_to_ranks, key=lambda one: (one in last, len(shard_to_ranks[one]), -shard_to_size[one], one)
         ):

@@ -57,7 +57,8 @@ class BlockRounding:
         flat = torch.zeros(sum(counts), device=next(self._chunks[0].parameters()).device)
         of_names = zip(self._blocks.items(), flat.split(counts), strict=True)
         scales = {name: part.view(shape) for (name, shape), part in of_names}
-        layers, kept = defaultdict[str, list[Any]](list), list[tuple[Tensor, Tensor]]()
+        layers = defaultdict[str, list[Any]](list)
+        kept: list[tuple[Tensor, Tensor]] = []
         for name, where, view in self._views():
             rows, columns = (torch.arange(*axis, device=flat.device) // FP8_BLOCK for axis in where)
             before = [axis.start % FP8_BLOCK for axis in where]  # zeros in the place of other ranks' part of a block

@@ -385,7 +385,8 @@ class ServedEngine:
 
     def _watch_servers(self) -> None:
         """End requests of silent servers: a hung engine keeps them open, and another process may seem healthy."""
-        state, silent = self._state, Counter[str]()
+        state = self._state
+        silent: Counter[str] = Counter()
         while True:
             with state.lock:
                 if state.lock.wait_for(lambda: state.is_closed, LOOK_S):
@@ -447,7 +448,8 @@ class ServedEngine:
 
     def _complete(self, prompt: Prompt, sampling: Sampling, seed: int, server: str) -> Completion:
         """Return a completion from `server` or, if that fails, from another server with the same seed."""
-        state, reasons = self._state, dict[str, str]()
+        state = self._state
+        reasons: dict[str, str] = {}
         for _ in range(self._config.attempts):
             name = next(self._names)
             try:

@@ -116,7 +116,9 @@ def server_command(
         *(() if engine.slots == "auto" else (of_requests, str(engine.slots))),
         *((ROUTES_FLAG,) if config.wants_engine_routes else ()),
     ]
-    settings, defaults, python_path = {"HF_HUB_OFFLINE": "1"}, dict[str, str](), tuple[str, ...]()
+    settings = {"HF_HUB_OFFLINE": "1"}
+    defaults: dict[str, str] = {}
+    python_path: tuple[str, ...] = ()
     if isinstance(engine, VllmConfig):
         command += [
             *("--enable-scale-out", "--worker-extension-cls", "mcore_rl.vllm_worker.Extension"),

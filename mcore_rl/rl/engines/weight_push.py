@@ -354,7 +354,8 @@ class AdapterPush(WeightPush):
 
     def push(self, version: int) -> PushReport:
         """Collective over the world: send the adapters to all servers and probe them; the report lists failed ones."""
-        watch, differences = Stopwatch(), dict[str, ProbeDifference]()
+        watch = Stopwatch()
+        differences: dict[str, ProbeDifference] = {}
         ours = self._probe.reference(self._tolerance)
         with adapters_off(self._chunks):
             base_NT = self._probe.logprobs()
@@ -544,7 +545,8 @@ class FileTransport:
 
     def _load_all(self, sender: Sender) -> Sizes:
         """Let the servers load every bucket when its files are there, on rank 0."""
-        missing, sizes = {bucket: set(ranks) for bucket, ranks in self._weights.owners.items()}, Counter[str]()
+        missing = {bucket: set(ranks) for bucket, ranks in self._weights.owners.items()}
+        sizes: Counter[str] = Counter()
         parts: dict[str, dict[int, dict[str, Any]]] = {bucket: {} for bucket in missing}
         try:
             for number in itertools.count(1):

@@ -203,7 +203,9 @@ class ReferencePass:
         """Adapt the KL coefficient to the rollout batch's KL, if `policy_has_learned` (no critic warms up), and make
         the policy the reference every `rl.loss.reference_refresh_rollouts` rollout batches.
         """
-        loss, progress, metrics = self._loss, self._state.progress, list[Metric]()
+        loss = self._loss
+        progress = self._state.progress
+        metrics: list[Metric] = []
         if loss.kl_target is not None:
             num_completions = sum(minibatch.num_samples for minibatch in minibatches)
             kl_N = self.sums(len(minibatches[0].loss_weights_N), minibatches)

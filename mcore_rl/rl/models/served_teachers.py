@@ -57,7 +57,8 @@ class ServedTeachers:
         self._distill, self._is_stopped = distill, is_stopped
         self._apis = {index: make(url) for index, url in distill.served.items()}
         self._pool = ThreadPoolExecutor(distill.server.concurrency, "teacher_request")
-        self._ended, self._retried = Event(), list[str]()
+        self._ended = Event()
+        self._retried: list[str] = []
 
     def ask(self, groups: Sequence[Group]) -> "list[list[Future[Tensor | str]]]":
         """Send requests for all completions, without waiting for answers."""
@@ -200,7 +201,9 @@ def _refuse_other_tokens(where: str, theirs: ServerApi | Tokenizer, tokenizer: T
     """Raise ConfigError unless texts and ids mean the same to a teacher as to the policy's `tokenizer`: some ids of a
     server, or all of a tokenizer, which may have further ones, as a vocabulary that is padded.
     """
-    generator, all_ids, differing = random.Random(20260000), range(tokenizer.vocab_size), list[str]()
+    generator = random.Random(20260000)
+    all_ids = range(tokenizer.vocab_size)
+    differing: list[str] = []
     texts = ["".join(generator.choices(PIECES, k=12)) for _ in range(COMPARED)]
     ids: Sequence[int]
     text_of: Callable[[Sequence[int]], str]

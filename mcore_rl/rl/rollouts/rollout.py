@@ -85,8 +85,10 @@ class Rollouts:
         """
         rollout = self.rl.rollout
         num_groups = rollout.prompts_per_step
-        groups, metrics = dict[int, Group](), list[Metric]()
-        summaries, chosen = list[GroupSummary](), list[GroupSummary]()
+        groups: dict[int, Group] = {}
+        metrics: list[Metric] = []
+        summaries: list[GroupSummary] = []
+        chosen: list[GroupSummary] = []
         num_refills = -1
         most_refills = rollout.max_refills if rollout.dynamic_sampling else 0
         while num_refills < most_refills and len(chosen) < num_groups:
@@ -240,7 +242,8 @@ class Rollouts:
         groups = list(by_index.values())
         generated_s = time.perf_counter()
         # If scoring fails on one replica, the error is raised on all ranks: they would otherwise wait for its scores.
-        teachers, teacher_metrics = self.teachers if is_training else None, list[Metric]()
+        teachers = self.teachers if is_training else None
+        teacher_metrics: list[Metric] = []
         asked = [] if teachers is None or self.reward is None else teachers.ask(groups)
         of_models = {} if self.models is None else self.models.outcomes(groups, are_counted=is_training)
         scores = on_every_rank(lambda: self.reward(groups, of_models) if self.reward and groups else None)

@@ -325,7 +325,8 @@ def load_weights(
     """
     stored = inspect(path, verify_checksums=verify_checksums)
     state = without_absent_extras(weights_state(chunks, mesh), stored)
-    is_new_head, stored_layers = model.head == "score" and not stored.has_scores, stored
+    is_new_head = model.head == "score" and not stored.has_scores
+    stored_layers = stored
     if is_new_head:
         layers = {name: shape for name, shape in stored.shapes.items() if not name.startswith(checkpoint.LOGIT_PARTS)}
         stored_layers = replace(stored, shapes=layers)

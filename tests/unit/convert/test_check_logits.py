@@ -62,7 +62,7 @@ def test_an_import_with_the_layers_of_hybrid_model_is_compared_too(
     assert main(importing) == 0
     assert main(["convert", "verify", str(source), str(checkpoint), "--logits"]) == 0
     output = capsys.readouterr().out
-    assert "layers of HybridModel" in output and "logits differ from transformers' by at most" in output
+    assert "layers hybrid (HybridModel's)" in output and "logits differ from transformers' by at most" in output
 
 
 @pytest.mark.full

@@ -38,7 +38,8 @@ class Decoder:
         self._dtype, self.device = weight.dtype, weight.device
         self._attentions = [[layer.self_attention for layer in model.decoder.layers] for model in self._models]
         # Rotary embeddings of all positions below `max_tokens`, not split over context parallelism.
-        is_latent, self._tables = self._config.multi_latent_attention, list[Any]()
+        is_latent = self._config.multi_latent_attention
+        self._tables: list[Any] = []
         for model in self._models:
             rotary = model.decoder.layers[0].self_attention.rotary_pos_emb if is_latent else model.rotary_pos_emb
             table = rotary(max_tokens, packed_seq=True)

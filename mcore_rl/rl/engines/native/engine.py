@@ -377,7 +377,8 @@ class _SteadySteps:
 
     def __init__(self, rows: Sequence[NextToken], width: int, num_left: int) -> None:
         """Take the next step's tokens, their number with padding, and the steps after which a completion is full."""
-        self.num_left, self.drawn = num_left, list[NDArray[np.float64]]()
+        self.num_left = num_left
+        self.drawn: list[NDArray[np.float64]] = []
         self.sizes = [width] * 3 + [len(rows)] * 2
         self.numbers = np.zeros(sum(self.sizes), dtype=np.int64)
         """Fields of the next step's tokens with padding, the indices of those to draw from, and their seeds."""
