@@ -42,8 +42,9 @@ EMITTED_BY: dict[str, tuple[str, ...]] = {
     "rl with servers on the same GPUs": ("servers/*",),
     "rl of adapters through servers": ("lora/*",),
     "rl with a critic": (
-        "critic/*", "values/*", "kl/*", "memory/waiting_*_bytes", "memory/moved_bytes", "ptx/*", "teacher/*",
-        "time/values_s", "time/critic_s", "time/moves_s", "time/teacher_s",
+        "critic/*", "values/*", "kl/*", "memory/waiting_*_bytes", "memory/moved_bytes", "ptx/*",
+        "teacher/kl_nats", "teacher/clamped_fraction", "time/values_s", "time/critic_s", "time/moves_s",
+        "time/teacher_s",
     ),
     "rl with remax": ("rollout/greedy_reward",),
     "rl with an indexer": ("routes/index_overlap",),

@@ -23,7 +23,8 @@ from mcore_rl.rl.engines.native.decoder import Decoder
 from mcore_rl.rl.engines.vllm_api import VllmApi
 from mcore_rl.rl.models import critic
 from mcore_rl.rl.step import learner
-from mcore_rl.train import loop, saving
+from mcore_rl.storage.checkpoints import write
+from mcore_rl.train import loop
 from mcore_rl.workers.launcher import rank_of_launcher
 
 CALLED_IN: dict[str, tuple[Any, str]] = {
@@ -34,7 +35,7 @@ CALLED_IN: dict[str, tuple[Any, str]] = {
     "critic": (critic, "compute_gradients"),
     "update": (learner, "compute_gradients"),
     # All shards are written, and the checkpoint has no name yet.
-    "save": (saving, "finish"),
+    "save": (write, "finish"),
 }
 """Phase -> what it calls; the run is stopped before the call of this count, from 1."""
 

@@ -60,9 +60,10 @@ def test_python_is_called_with_each_step_and_its_error_ends_the_run(config_file:
     assert list(seen) == [1, 2, 3, 4] and not is_done(tmp_path / "ended")
     last = -1
     seen.clear()
+    calls.clear()
     run = train("pretrain", config_file, alone, on_step=on_step)
     assert is_done(run) and seen == losses(run)
-    assert calls[4:] == list(range(31)), "a step with its evaluation and its checkpoint is one call"
+    assert calls == list(range(13)), "a step with its evaluation and its checkpoint is one call"
 
 
 @pytest.mark.full

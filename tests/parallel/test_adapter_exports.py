@@ -187,14 +187,16 @@ def scores_with(config: PretrainConfig, base: Path, folder: Path) -> Tensor:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", ["qwen3", "qwen3_moe"])
-def test_peft_gives_the_scores_of_an_exported_reward_model(case: str, peft: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("case", "layout"), [("qwen3", "each"), ("qwen3_moe", "fused")])
+def test_peft_gives_the_scores_of_an_exported_reward_model(
+    case: str, layout: AdapterLayout, peft: Any, tmp_path: Path
+) -> None:
     base = saved(case, tmp_path / "hf", rms_norm_eps=1e-6)
     config = config_for(case, tmp_path / "run", LORA)
     config = config.model_copy(update={"model": config.model.scored})
     checkpoint = imported(base, tmp_path / "base")
     (scores,) = run_ranks(saved_with_scores, 1, config, checkpoint)
-    folder = adapter_of(tmp_path / "run/checkpoints/iter_0000000", tmp_path / "adapter", "each")
+    folder = adapter_of(tmp_path / "run/checkpoints/iter_0000000", tmp_path / "adapter", layout)
     settings = peft.PeftConfig.from_pretrained(str(folder))
     assert settings.task_type == "SEQ_CLS" and settings.modules_to_save == ["score"]
     plain = transformers.AutoModelForSequenceClassification.from_pretrained(

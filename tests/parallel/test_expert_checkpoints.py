@@ -109,7 +109,7 @@ def wrapped(model: Layers) -> tuple[Any, Any]:
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
     parallel = DistributedDataParallel(model.config, settings, model)
     adam = OptimizerConfig(optimizer="adam", lr=1e-2, use_distributed_optimizer=True, clip_grad=0.0)
-    return parallel, get_megatron_optimizer(adam, [parallel])
+    return parallel, get_megatron_optimizer(adam, [parallel], use_gloo_process_groups=False)
 
 
 def shards(model: Any, optimizer: Any, mesh: Mesh, is_singleton: bool) -> tuple[list[Any], list[tuple[Any, ...]]]:
