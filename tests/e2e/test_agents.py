@@ -74,7 +74,7 @@ def test_losses_of_an_agent_through_servers_are_those_of_the_native_engine(
     with two_servers(load_config(RlRunConfig, rl_file, SMALL).model, mesh) as (servers, words):
         servers[0].faults = [("/inference/v1/generate", "null_logprob")]
         succeed("mcore_rl.programs.rl", [rl_file, *SMALL, *words, f"run_dir={tmp_path / 'served'}"])
-        assert min(len(server.rollouts()) for server in servers) > 10
+        assert all(server.rollouts() for server in servers)
     found = computed(tmp_path / "served", SERVED)
     assert found.keys() == wanted.keys()
     for step, numbers in wanted.items():

@@ -67,8 +67,8 @@ def test_losses_through_servers_are_those_of_the_native_engine(
         if changes:
             assert_emitted("rl of adapters through servers", tmp_path / "served")
         assert f"{servers[0].url} is left out: reset of the caches" in run.stdout
-        # Each has computed a part of the completions.
-        assert min(len(server.rollouts()) for server in servers) > 10
+        # Each has computed a part of the completions: how many is a matter of speed.
+        assert all(server.rollouts() for server in servers)
         status = json.loads((tmp_path / "served/servers/status.json").read_text())
         assert status["version"] == 4 and [one["is_serving"] for one in status["servers"]] == [True, True]
 
@@ -118,7 +118,7 @@ def test_losses_through_servers_that_load_adapters_are_those_of_the_native_engin
         engine = [*words, "rl.engine.lora=adapter", f"run_dir={tmp_path / 'served'}"]
         succeed("mcore_rl.programs.rl", [rl_file, *small, *engine])
         assert not any("update_weights" in path for server in servers for path in server.paths())
-        assert min(len(server.rollouts()) for server in servers) > 10
+        assert all(server.rollouts() for server in servers)
         assert [len(server.adapters) for server in servers] == [1, 1]
         found = computed(tmp_path / "served", SERVED)
         assert found.keys() == wanted.keys()
