@@ -27,7 +27,7 @@ CONSEQUENCES = {
     "restart": "started again within its allocation",
     "orphan": MEANING[STATUS["cancelled"]],
 }
-"""Value of `then` at the end of an attempt -> its meaning for a user; that of an exit status is in MEANING."""
+"""Value of `then` at the end of an attempt -> its meaning for a user; exit statuses have theirs in MEANING."""
 COLUMNS = ("run", "job", "state", "attempts", "step", "tokens/s/rank", "checkpoint", "age", "nodes", "why")
 
 

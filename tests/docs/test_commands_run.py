@@ -47,7 +47,7 @@ SMALLER = {
 """Words that are added, ALONE only where a page names no mesh: two ranks are two fresh Pythons, which take seconds. The
 quickstart runs all but the last of these on two."""
 QUICKER = {"--count 40000": "--count 400", "--count 20000": "--count 2000", "--valid 1000": "--valid 80", "1000": "800"}
-"""What the pages say, and what is quick; the last is a vocabulary."""
+"""Words of the pages -> quicker ones; the last is a vocabulary."""
 VARIES = re.compile(r"\d[\d.e+-]*( [KMG]?i?B\b)?")
 TIMEOUT_S = 600
 WITH_PYTHON = """

@@ -312,7 +312,7 @@ def dppo_tv(tokens: PolicyTokens, cp: Axis, *, clip: Clip, ratio_limit: float) -
 
 
 def sapo(tokens: PolicyTokens, cp: Axis, *, tau_positive: float, tau_negative: float) -> TokenLoss:
-    """SAPO: -(4 / tau) sigmoid(tau (r - 1)) A, soft gates of ratios, whose gradient at r = 1 is GRPO's, for any tau
+    """SAPO: -(4 / tau) sigmoid(tau (r - 1)) A, soft gates of ratios with GRPO's gradient at r = 1, for any tau
     (arXiv 2511.20347); nothing is clipped.
     """
     advantages_T = tokens.advantages_T
